@@ -15,7 +15,7 @@ NAMED = re.compile(rf"\b(?:is_)?(?:{'|'.join(TYPES)})\b")
 
 # Files that name one nevertheless, and why that is no decision by the type.
 ELSEWHERE = {
-    "tp_context/_fused_kernels.py": "torch has its switches for attention kernels of any device under this name",
+    "tp_context/_fused_kernels.py": "torch names its switches for attention kernels, those of the CPU too",
     "tp_shard/nn/_own_forward.py": "a property of a tensor that a forward may read",
 }
 

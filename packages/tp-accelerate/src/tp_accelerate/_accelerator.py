@@ -118,7 +118,10 @@ class Accelerator:
         self.logging_dir = getattr(project_config, "logging_dir", None) or self.project_dir
         self.save_iteration = int(getattr(project_config, "iteration", 0))
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        name = "ddp" if LaunchEnvironment.read().is_distributed else "single"
+        if LaunchEnvironment.read().is_distributed:
+            name = "ddp"
+        else:
+            name = "single"
         of_ddp = ddp_options(kwargs_handlers or ())
         options = of_ddp if name == "ddp" else None
         devices = "cpu" if cpu else first_device(name)
@@ -201,7 +204,9 @@ class Accelerator:
         """Return "NO"; with several processes "MULTI_GPU" or "MULTI_CPU"."""
         if not self.use_distributed:
             return "NO"
-        return "MULTI_CPU" if self.device.type == "cpu" else "MULTI_GPU"
+        if self.device.type == "cpu":
+            return "MULTI_CPU"
+        return "MULTI_GPU"
 
     multi_device = use_distributed
     should_save_model = True
@@ -255,7 +260,9 @@ class Accelerator:
 
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:
-            return function(*args, **options) if is_here() else None
+            if is_here():
+                return function(*args, **options)
+            return None
 
         return call
 
@@ -287,7 +294,10 @@ class Accelerator:
             inputs: Values for all processes.
             apply_padding: Whether to repeat the last value where a process has fewer.
         """
-        values = list(inputs.values()) if isinstance(inputs, Mapping) else [inputs]
+        if isinstance(inputs, Mapping):
+            values = list(inputs.values())
+        else:
+            values = [inputs]
         length = len(values[0])
         size, extra = divmod(length, self.num_processes)  # the first ones get one more
         begin = self.process_index * size + min(self.process_index, extra)
@@ -300,7 +310,9 @@ class Accelerator:
             if isinstance(value, Tensor):
                 return value[indices]
             items = [value[i] for i in indices]
-            return tuple(items) if isinstance(value, tuple) else items
+            if isinstance(value, tuple):
+                return tuple(items)
+            return items
 
         if isinstance(inputs, Mapping):
             yield {k: picked(v) for k, v in inputs.items()}
@@ -328,7 +340,11 @@ class Accelerator:
         prepared = {}
         if trained:
             done = self._trainer.prepare(*trained)
-            several = done if len(trained) > 1 else (done,)  # of one object the object itself comes back
+            # of one object the object itself comes back
+            if len(trained) > 1:
+                several = done
+            else:
+                several = (done,)
             prepared = dict(zip(map(id, trained), several, strict=True))
         self._models += [prepared[id(model)] for model in models]
         for value in trained:
@@ -336,7 +352,9 @@ class Accelerator:
                 self._optimizers.append(prepared[id(value)])
                 self._guard_step(prepared[id(value)])
         results = tuple(prepared[id(o)] if id(o) in prepared else self._prepared(o) for o in objects)
-        return results[0] if len(results) == 1 else results
+        if len(results) == 1:
+            return results[0]
+        return results
 
     def _prepared(self, value: Any) -> Any:
         if isinstance(value, LRScheduler | ReduceLROnPlateau):
@@ -348,7 +366,10 @@ class Accelerator:
             self._schedulers.append(scheduler)
             return scheduler
         if isinstance(value, DataLoader):
-            world = 1 if self.split_batches else self._session.data_size
+            if self.split_batches:
+                world = 1
+            else:
+                world = self._session.data_size
             loader = AcceleratedLoader(
                 self._active, self._trainer.prepare(batches_of_all_processes(value, world))
             )
@@ -379,7 +400,9 @@ class Accelerator:
 
             @functools.wraps(own)  # with the mark that a scheduler has left on it
             def guarded(_: Optimizer, *args: Any, _own: Any = own, **options: Any) -> Any:
-                return _own(*args, **options) if self.sync_gradients else None
+                if self.sync_gradients:
+                    return _own(*args, **options)
+                return None
 
             # A bound method: torch's schedulers look into the one that they wrap.
             setattr(optimizer, name, types.MethodType(guarded, optimizer))
@@ -489,7 +512,10 @@ class Accelerator:
             shape = list(value.shape)
             shape[dim] = missing
             padding = value.new_full(shape, pad_index)
-            parts = [padding, value] if pad_first else [value, padding]
+            if pad_first:
+                parts = [padding, value]
+            else:
+                parts = [value, padding]
             return torch.cat(parts, dim)
 
         return tree_map(padded, tensor)

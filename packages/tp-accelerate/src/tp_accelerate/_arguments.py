@@ -41,7 +41,10 @@ def refuse_argument(name: str, known: Iterable[str]) -> NoReturn:
         hint = f"; with tp, write {ELSEWHERE[name]}"
     else:
         meant = closest_name(name, known)
-        hint = f"; did you mean {meant!r}? It has: " if meant else "; it has: "
+        if meant:
+            hint = f"; did you mean {meant!r}? It has: "
+        else:
+            hint = "; it has: "
         hint += ", ".join(known)
     msg = f"this Accelerator has no argument {name!r}{hint}"
     raise ConfigError(msg)
@@ -82,4 +85,6 @@ def ddp_options(handlers: Iterable[Any]) -> DdpOptions:
 
 def first_device(backend: str) -> Any:
     """Return the device of this process: the launcher's choice, or the first one that there is."""
-    return "auto" if backend == "ddp" else available_devices()[0]
+    if backend == "ddp":
+        return "auto"
+    return available_devices()[0]

@@ -22,7 +22,10 @@ class Trackers:
     def __init__(self, log_with: Any, folder: Any, *, is_main: bool) -> None:
         if log_with is None:
             log_with = []
-        self._wanted = list(log_with) if isinstance(log_with, list | tuple) else [log_with]
+        if isinstance(log_with, list | tuple):
+            self._wanted = list(log_with)
+        else:
+            self._wanted = [log_with]
         self._folder = folder
         self._is_main = is_main
         self._open: list[Any] = []
@@ -45,7 +48,10 @@ class Trackers:
                 raise ConfigError(msg)
         if not self._is_main:
             return
-        folder = None if self._folder is None else Path(self._folder) / project_name
+        if self._folder is None:
+            folder = None
+        else:
+            folder = Path(self._folder) / project_name
         info = RunInfo(folder=folder, hyperparameters=dict(config))
         for wanted in self._wanted:
             if _is_tracker(wanted):

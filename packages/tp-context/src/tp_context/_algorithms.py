@@ -57,7 +57,10 @@ def attend(inputs: Inputs, rules: Rules, algorithm: str) -> Tensor:
         elif cuts is not None and algorithm == "ring":
             mixed = RingAttention.apply(rules, cuts, *inputs)  # type: ignore[no-untyped-call]  # torch's
         else:
-            noise = DropoutMask(inputs, rules) if rules.dropout else None
+            if rules.dropout:
+                noise = DropoutMask(inputs, rules)
+            else:
+                noise = None
             mixed = AllGatherAttention.apply(rules, noise, *inputs)  # type: ignore[no-untyped-call]  # torch's
     return mixed.reshape(*shape[:-1], mixed.size(-1))
 

@@ -143,7 +143,10 @@ def _mask_of_transformers(**arguments: Any) -> Tensor | None:
     if padding is not None and bool(padding.all()):
         padding = None
     # Documents are looked for by transformers' causal masks alone.
-    packed = None if "allow_is_bidirectional_skip" in arguments else cuts.packed
+    if "allow_is_bidirectional_skip" in arguments:
+        packed = None
+    else:
+        packed = cuts.packed
     if packed is not None:
         function = masks.remap_positions_for_packed_sequence(function, packed[0])
         function = masks.and_masks(function, masks.packed_sequence_mask_function(packed[1]))

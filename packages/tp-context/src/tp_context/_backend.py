@@ -41,7 +41,10 @@ class ContextBackend(RanksBackend[ContextOptions]):
                 "the model has split parameters, and each rank here has whole ones",
                 remedy="give the plain model, or the option weights='shard' for layers of tp-shard",
             )
-        ranks = "all" if options.context == -1 and weights is not None else str(context)
+        if options.context == -1 and weights is not None:
+            ranks = "all"
+        else:
+            ranks = str(context)
         return Verdict.fits(
             10,
             f"each sequence split over {ranks} of {size} processes, with attention by {options.attention!r}, "
@@ -70,7 +73,9 @@ class ContextBackend(RanksBackend[ContextOptions]):
             need = None
         else:
             need = replicated_memory(job, job.footprint, keeps_gradients=True)
-        return None if need is None else replace(need, kernels=kernels)
+        if need is None:
+            return None
+        return replace(need, kernels=kernels)
 
     def layouts(self, job: Job) -> Iterable[Layout]:
         """Yield each number of ranks that share a sequence, with each backend that can hold the weights.

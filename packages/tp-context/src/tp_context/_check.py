@@ -100,7 +100,9 @@ class SequenceRanks(NamedTuple):
     @property
     def sequence(self) -> int:
         """A number of the sequence: the first of the ranks that share it."""
-        return 0 if self.group is None else int(dist.get_global_rank(self.group, 0))
+        if self.group is None:
+            return 0
+        return int(dist.get_global_rank(self.group, 0))
 
     def of_sequence(self, value: object) -> list[Any]:
         """Return the objects of the ranks of this rank's sequence. Collective: :meth:`all_gather`'s."""
@@ -335,9 +337,15 @@ _UNEVEN = "ranks exchange a different number of tensors"
 def _shapes(output: Any) -> dict[tuple[str, int], torch.Size]:
     """Return the shapes of what a step returns, by name and the number of the value under it."""
     shapes: dict[tuple[str, int], torch.Size] = {}
-    values = output if isinstance(output, Mapping) else {"loss": output}
+    if isinstance(output, Mapping):
+        values = output
+    else:
+        values = {"loss": output}
     for name, value in values.items():
-        rows = value.pieces if isinstance(value, SampleRows) else value
+        if isinstance(value, SampleRows):
+            rows = value.pieces
+        else:
+            rows = value
         for number, leaf in enumerate(tree_leaves(rows)):
             if isinstance(leaf, Tensor):
                 shapes[name, number] = leaf.shape
@@ -427,7 +435,10 @@ def _run(
             generators = watch.states()
             shapes = _shapes(raw)
             output = join(raw)
-        values = output if isinstance(output, Mapping) else {"loss": output}
+        if isinstance(output, Mapping):
+            values = output
+        else:
+            values = {"loss": output}
         loss = values.get("loss")
         if gradients and isinstance(loss, Tensor) and loss.requires_grad:
             for (name, _), grad in zip(trained, _gradients(loss, [p for _, p in trained]), strict=True):
@@ -704,7 +715,9 @@ def _error(
     sliced = part.outputs.get(place)
     if sliced is None:
         # One more output of the same call is no result: the weights of attention, which a split one has not.
-        return 0.0 if (place.module, place.call) in _calls(part) else float("inf")
+        if (place.module, place.call) in _calls(part):
+            return 0.0
+        return float("inf")
     expected = whole.outputs[place]
     if expected.dim() != sliced.dim():
         return float("inf")
@@ -726,7 +739,10 @@ def _is_near(one: float, near: float | None, other: float | None, bound: Bound) 
     if other is None:
         return False
     exact = torch.tensor(one, dtype=torch.float64)
-    nudged_one = exact if near is None else torch.tensor(near, dtype=torch.float64)
+    if near is None:
+        nudged_one = exact
+    else:
+        nudged_one = torch.tensor(near, dtype=torch.float64)
     sliced = torch.tensor(other, dtype=torch.float64)
     # A count or a share of 0 is right by the scale of 1.
     return distance(exact, sliced) <= bound.limit(exact, nudged_one, max(1.0, abs(one)))

@@ -14,8 +14,14 @@ class DropoutMask:
     """
 
     def __init__(self, inputs: Inputs, rules: Rules, heads: tuple[slice, int] | None = None) -> None:
-        queries = inputs.query.size(-2) if rules.rows is None else rules.rows.length
-        keys = inputs.key.size(-2) if rules.keys is None else rules.keys.length
+        if rules.rows is None:
+            queries = inputs.query.size(-2)
+        else:
+            queries = rules.rows.length
+        if rules.keys is None:
+            keys = inputs.key.size(-2)
+        else:
+            keys = rules.keys.length
         self.rows = rules.rows
         self.heads = heads
         self.keeps = 1 - rules.dropout

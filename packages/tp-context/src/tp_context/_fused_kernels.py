@@ -27,7 +27,7 @@ from tp_context._attention_inputs import Inputs, Rules
 _log = get_logger("tp_context")
 
 
-class Block(NamedTuple):
+class AttentionBlock(NamedTuple):
     """The arguments of a kernel: (batch, heads, queries or keys, features), and an additive mask alike.
 
     If ``is_causal``, there are as many queries as keys.
@@ -66,8 +66,8 @@ class Kernel:
     device: str
     backend: SDPBackend
     dtypes: tuple[torch.dtype, ...]
-    forward: Callable[[Block], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, Block, Tensor, Tensor], tuple[Tensor, ...]]
+    forward: Callable[[AttentionBlock], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, AttentionBlock, Tensor, Tensor], tuple[Tensor, ...]]
     most_features: int = 2**31
     multiple: int = 1
     takes_masks: bool = False
@@ -116,28 +116,30 @@ class Wanted(NamedTuple):
 # log-sum-exps of a mask, or takes those of all keys for the gradients of some.
 
 
-def _flash_of_cpu(block: Block) -> tuple[Tensor, Tensor]:
+def _flash_of_cpu(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *block[:3], 0.0, block.is_causal, attn_mask=block.added, scale=block.scale
     )
     return found
 
 
-def _flash_of_cpu_backward(grad: Tensor, block: Block, out: Tensor, sums: Tensor) -> tuple[Tensor, ...]:
+def _flash_of_cpu_backward(
+    grad: Tensor, block: AttentionBlock, out: Tensor, sums: Tensor
+) -> tuple[Tensor, ...]:
     grads: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, *block[:3], out, sums, 0.0, block.is_causal, attn_mask=block.added, scale=block.scale
     )
     return grads
 
 
-def _flash(block: Block) -> tuple[Tensor, Tensor]:
+def _flash(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     out, sums, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
         *block[:3], 0.0, block.is_causal, False, scale=block.scale
     )
     return out, sums
 
 
-def _flash_backward(grad: Tensor, block: Block, out: Tensor, sums: Tensor) -> tuple[Tensor, ...]:
+def _flash_backward(grad: Tensor, block: AttentionBlock, out: Tensor, sums: Tensor) -> tuple[Tensor, ...]:
     counts = block.query.size(2), block.key.size(2)
     seed = block.query.new_zeros(2, dtype=torch.uint64)  # nothing is drawn
     offset = block.query.new_zeros(0, dtype=torch.uint64)
@@ -152,14 +154,14 @@ _ROWS_OF_SUMS = 32
 """The kernel's log-sum-exps have a multiple of so many rows."""
 
 
-def _efficient(block: Block) -> tuple[Tensor, Tensor]:
+def _efficient(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     out, sums, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         *block[:3], block.added, True, 0.0, block.is_causal, scale=block.scale
     )
     return out, sums[..., : block.query.size(2)]
 
 
-def _efficient_backward(grad: Tensor, block: Block, out: Tensor, sums: Tensor) -> tuple[Tensor, ...]:
+def _efficient_backward(grad: Tensor, block: AttentionBlock, out: Tensor, sums: Tensor) -> tuple[Tensor, ...]:
     missing = -sums.size(-1) % _ROWS_OF_SUMS
     sums = F.pad(sums, (0, missing), value=torch.inf)  # weights of zero, as the kernel itself pads them
     nothing = block.query.new_zeros((), dtype=torch.int64)
@@ -171,14 +173,14 @@ def _efficient_backward(grad: Tensor, block: Block, out: Tensor, sums: Tensor) -
     return tuple(found[:3])
 
 
-def _cudnn(block: Block) -> tuple[Tensor, Tensor]:
+def _cudnn(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     out, sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *block[:3], None, True, 0.0, block.is_causal, False, scale=block.scale
     )
     return out, sums.reshape(block.query.shape[:3])
 
 
-def _cudnn_backward(grad: Tensor, block: Block, out: Tensor, sums: Tensor) -> tuple[Tensor, ...]:
+def _cudnn_backward(grad: Tensor, block: AttentionBlock, out: Tensor, sums: Tensor) -> tuple[Tensor, ...]:
     counts = block.query.size(2), block.key.size(2)
     nothing = block.query.new_zeros((), dtype=torch.int64)
     grads: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -188,14 +190,16 @@ def _cudnn_backward(grad: Tensor, block: Block, out: Tensor, sums: Tensor) -> tu
     return grads
 
 
-def _overrideable(block: Block) -> tuple[Tensor, Tensor]:
+def _overrideable(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     out, sums, *_ = torch.ops.aten._scaled_dot_product_fused_attention_overrideable(
         *block[:3], block.added, 0.0, block.is_causal, False, scale=block.scale
     )
     return out, sums
 
 
-def _overrideable_backward(grad: Tensor, block: Block, out: Tensor, sums: Tensor) -> tuple[Tensor, ...]:
+def _overrideable_backward(
+    grad: Tensor, block: AttentionBlock, out: Tensor, sums: Tensor
+) -> tuple[Tensor, ...]:
     counts = block.query.size(2), block.key.size(2)
     nothing = block.query.new_zeros((), dtype=torch.int64)
     needs = [True, True, True, False]
@@ -378,7 +382,7 @@ def _is_allowed(kernel: Kernel, wanted: Wanted, device: torch.device, *, needs_g
 def _returns_sums(kernel: Kernel, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether a kernel returns log-sum-exps: those of torch do, and this one is a third party's."""
     query, key = torch.arange(2 * 4 * 8, device=device).view(2, 1, 1, 4, 8).sin().to(dtype)
-    out, sums = kernel.forward(Block(query, key, key, None, False, 1.0))
+    out, sums = kernel.forward(AttentionBlock(query, key, key, None, False, 1.0))
     scores = (query @ key.mT).float()
     expected = scores.logsumexp(-1), scores.softmax(-1) @ key.float()
     return all(
@@ -390,7 +394,7 @@ def _returns_sums(kernel: Kernel, dtype: torch.dtype, device: torch.device) -> b
 # -- Blocks by a kernel ------------------------------------------------------------------------------
 
 
-def attend_to_block(kernel: Kernel, block: Block) -> tuple[Tensor, Tensor]:
+def attend_to_block(kernel: Kernel, block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """Return a block's output and log-sum-exps; of a row that sees nothing they are 0 and -inf."""
     features = block.value.size(-1)
     out, sums = kernel.forward(_suited(kernel, block))
@@ -403,7 +407,7 @@ def attend_to_block(kernel: Kernel, block: Block) -> tuple[Tensor, Tensor]:
 
 
 def block_gradients(
-    kernel: Kernel, grad: Tensor, block: Block, out: Tensor, sums: Tensor
+    kernel: Kernel, grad: Tensor, block: AttentionBlock, out: Tensor, sums: Tensor
 ) -> tuple[Tensor, ...]:
     """Return what a block adds to the gradients of queries, keys and values, with the results of all keys."""
     key_heads = block.key.size(1)
@@ -418,7 +422,7 @@ def block_gradients(
     return tuple(grads)
 
 
-def _suited(kernel: Kernel, block: Block) -> Block:
+def _suited(kernel: Kernel, block: AttentionBlock) -> AttentionBlock:
     """Return a block as a kernel takes it."""
     query, key, value, added, _, scale = block
     if scale is None:
@@ -429,7 +433,7 @@ def _suited(kernel: Kernel, block: Block) -> Block:
     if added is not None and kernel.multiple > 1:
         added = _aligned(added).expand(*query.shape[:3], -1)
     query, key, value = (_with_features(t, kernel.multiple) for t in (query, key, value))
-    return Block(query, key, value, added, block.is_causal, scale)
+    return AttentionBlock(query, key, value, added, block.is_causal, scale)
 
 
 def _with_features(tensor: Tensor, multiple: int) -> Tensor:
@@ -440,7 +444,9 @@ def _with_features(tensor: Tensor, multiple: int) -> Tensor:
     missing = -tensor.size(-1) % multiple
     if missing:
         return F.pad(tensor, (0, missing))
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    if tensor.stride(-1) == 1:
+        return tensor
+    return tensor.contiguous()
 
 
 _COLUMNS = 16
@@ -453,4 +459,6 @@ def _aligned(added: Tensor) -> Tensor:
     missing = -count % _COLUMNS
     if missing:
         return F.pad(added, (0, missing))[..., :count]
-    return added if added.stride(-1) == 1 else added.contiguous()
+    if added.stride(-1) == 1:
+        return added
+    return added.contiguous()

@@ -54,8 +54,14 @@ def input_schemes(model: nn.Module, *, has_positions: bool) -> list[InputScheme]
             numbers.remove("tokens")
         else:
             numbers.insert(0, "tokens")
-    shifts = [True, False] if "labels" in takes and any(map(_takes_more, called)) else [False]
-    packs = [True, False] if has_positions and _pretrained(model) else [False]
+    if "labels" in takes and any(map(_takes_more, called)):
+        shifts = [True, False]
+    else:
+        shifts = [False]
+    if has_positions and _pretrained(model):
+        packs = [True, False]
+    else:
+        packs = [False]
     return [InputScheme(n, s, p) for n in dict.fromkeys(numbers) for p in packs for s in shifts]
 
 
@@ -202,7 +208,9 @@ class _NoGradient:
 
 
 def _without_nan(loss: Loss, grad: Tensor) -> Tensor | None:
-    return None if loss.counts else torch.zeros_like(grad)
+    if loss.counts:
+        return None
+    return torch.zeros_like(grad)
 
 
 def _is_listed(values: Any) -> bool:
@@ -259,7 +267,10 @@ def _number(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if cut is None:
         return None
     index = cut.index(next(module.parameters()).device)
-    bound.arguments["position_ids"] = index if numbers is None else index[numbers]
+    if numbers is None:
+        bound.arguments["position_ids"] = index
+    else:
+        bound.arguments["position_ids"] = index[numbers]
     return bound.args, bound.kwargs
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tp_context._attention_inputs import Inputs, Rules
-from tp_context._fused_kernels import Block, Kernel, attend_to_block, block_gradients
+from tp_context._fused_kernels import AttentionBlock, Kernel, attend_to_block, block_gradients
 from tp_context._score_blocks import ScoreBlock
 
 # As it is before `_patches.patched` replaces it.
@@ -31,8 +31,14 @@ def mix(inputs: Inputs, rules: Rules, noise: Tensor | None) -> Tensor:
         scores = scores + bias
     hidden = None
     if mask is not None:
-        lowest = torch.finfo(scores.dtype).min if rules.by_hand else -torch.inf
-        scores = scores.masked_fill(~mask, lowest) if mask.dtype is torch.bool else scores + mask
+        if rules.by_hand:
+            lowest = torch.finfo(scores.dtype).min
+        else:
+            lowest = -torch.inf
+        if mask.dtype is torch.bool:
+            scores = scores.masked_fill(~mask, lowest)
+        else:
+            scores = scores + mask
         if not rules.by_hand:  # a query that sees nothing is zero in torch's function, and not NaN
             hidden = (scores == -torch.inf).all(-1, keepdim=True)
             scores = scores.masked_fill(hidden, 0.0)
@@ -40,7 +46,10 @@ def mix(inputs: Inputs, rules: Rules, noise: Tensor | None) -> Tensor:
         column = sinks.reshape(-1, 1, 1).expand(*scores.shape[:-3], -1, scores.size(-2), 1)
         scores = torch.cat([scores, column.to(scores.dtype)], -1)
     # In float32 where transformers' own functions are, so that the numbers are theirs.
-    exact = torch.float32 if rules.by_hand and bias is None else scores.dtype
+    if rules.by_hand and bias is None:
+        exact = torch.float32
+    else:
+        exact = scores.dtype
     weights = scores.softmax(-1, dtype=exact).to(query.dtype)[..., : key.size(-2)]
     if hidden is not None:
         weights = weights.masked_fill(hidden, 0.0)
@@ -133,7 +142,7 @@ def partial_attention(
     query, key, value = inputs[:3]
     if kernel is not None:
         added = _added(block, query, key)
-        return attend_to_block(kernel, Block(query, key, value, added, block.is_causal, rules.scale))
+        return attend_to_block(kernel, AttentionBlock(query, key, value, added, block.is_causal, rules.scale))
     scores, _ = _scores(query, key, block, rules)
     sums = scores.logsumexp(-1)
     weights = (scores - sums.nan_to_num(neginf=0.0)[..., None]).exp()
@@ -153,7 +162,7 @@ def partial_attention_backward(
     out, sums = results
     if kernel is not None:
         added = _added(block, query, key)
-        whole = Block(query, key, value, added, block.is_causal, rules.scale)
+        whole = AttentionBlock(query, key, value, added, block.is_causal, rules.scale)
         return block_gradients(kernel, grad, whole, out, sums)
     scores, scale = _scores(query, key, block, rules)
     weights = (scores - sums[..., None]).exp()

@@ -239,7 +239,10 @@ def _multi_head_attention(*args: Any, **kwargs: Any) -> Any:
             return _plain_multi_head(*bound.args, **bound.kwargs)
     is_same = arguments["key"] is arguments["value"]
     whole_key = keys.gather(arguments["key"], 0)
-    whole_value = whole_key if is_same else keys.gather(arguments["value"], 0)
+    if is_same:
+        whole_value = whole_key
+    else:
+        whole_value = keys.gather(arguments["value"], 0)
     arguments.update(key=whole_key, value=whole_value, need_weights=True)
     arguments.update(attn_mask=_inverted(mask), key_padding_mask=padding, is_causal=False)
     with split_states.changed(outer_call=call, is_inner=True):
@@ -256,9 +259,13 @@ def _whole_padding(padding: Tensor | None, keys: Cut) -> Tensor | None:
     if padding.dtype is torch.bool or padding.requires_grad:
         return padding
     hides = padding == -torch.inf  # torch's layers make an additive mask of a boolean one
-    return hides if bool((hides | (padding == 0)).all()) else padding
+    if bool((hides | (padding == 0)).all()):
+        return hides
+    return padding
 
 
 def _inverted(mask: Tensor | None) -> Any:
     """Return a mask in the other meaning: nn.MultiheadAttention's True hides a key."""
-    return ~mask if mask is not None and mask.dtype is torch.bool else mask
+    if mask is not None and mask.dtype is torch.bool:
+        return ~mask
+    return mask

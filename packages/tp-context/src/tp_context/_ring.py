@@ -66,7 +66,9 @@ def _blocks(
 ) -> Iterator[ScoreBlock]:
     """Return blocks for a kernel; without one, of few rows."""
     blocks = ring_blocks(inputs.mask, cuts, source, is_causal=rules.is_causal)
-    return tiles(blocks, inputs.query.device) if kernel is None else blocks
+    if kernel is None:
+        return tiles(blocks, inputs.query.device)
+    return blocks
 
 
 def _rounds(

@@ -40,7 +40,9 @@ class ScoreBlock(NamedTuple):
         """Return a view of what a table of queries and keys has for this block."""
         if table.size(-2) > 1:
             table = table[..., self.first : self.last, :]
-        return table[..., self.begin : self.end] if table.size(-1) > 1 else table
+        if table.size(-1) > 1:
+            return table[..., self.begin : self.end]
+        return table
 
 
 def score_blocks(inputs: Inputs, rules: Rules) -> Iterator[ScoreBlock]:
@@ -59,7 +61,10 @@ def score_blocks(inputs: Inputs, rules: Rules) -> Iterator[ScoreBlock]:
 def _causal_blocks(inputs: Inputs, rules: Rules) -> Iterator[ScoreBlock]:
     """Yield rows that see the keys up to their own."""
     device = inputs.query.device
-    ranges = [(0, inputs.query.size(-2))] if rules.rows is None else rules.rows.own
+    if rules.rows is None:
+        ranges = [(0, inputs.query.size(-2))]
+    else:
+        ranges = rules.rows.own
     at = 0
     for begin, end in ranges:
         for first in range(begin, end, ROWS):
@@ -93,7 +98,10 @@ def _plain_blocks(inputs: Inputs, step: int) -> Iterator[ScoreBlock]:
 def _steps(rows: Cut | None, count: int, step: int) -> Iterator[tuple[int, int]]:
     """Yield the first and the last row of each block, which are neighbors in the sequence."""
     at = 0
-    lengths = [count] if rows is None else [last - first for first, last in rows.own]
+    if rows is None:
+        lengths = [count]
+    else:
+        lengths = [last - first for first, last in rows.own]
     for length in lengths:
         for first in range(at, at + length, step):
             yield first, min(first + step, at + length)
@@ -124,7 +132,10 @@ def fused_blocks(inputs: Inputs, rules: Rules) -> Iterator[ScoreBlock]:
         else:
             yield from _plain_blocks(inputs, max(inputs.query.size(-2), 1))
         return
-    ranges = [(0, inputs.query.size(-2))] if rules.rows is None else rules.rows.own
+    if rules.rows is None:
+        ranges = [(0, inputs.query.size(-2))]
+    else:
+        ranges = rules.rows.own
     at = 0
     for begin, end in ranges:
         rows = at, at + end - begin

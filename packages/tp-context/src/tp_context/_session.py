@@ -100,7 +100,10 @@ class ContextSession(SessionWrapper):
             raise PluginError(msg)
         self.options = options
         # Ranks that exchange something else in a step, such as parts of weights, must agree in a check.
-        together = None if inner.evaluates_together else self._ranks_of_samples()
+        if inner.evaluates_together:
+            together = None
+        else:
+            together = self._ranks_of_samples()
         self.ranks = SequenceRanks(
             inner.sample_group, inner.sample_rank, inner.sample_size, together, options.attention
         )
@@ -244,7 +247,10 @@ class ContextSession(SessionWrapper):
                 )
             # In evaluation a rank of another group may have no batch, and would not be there to hear of it.
             hears = torch.is_grad_enabled() and model.training
-            outcomes = self.gather_objects(proved, where="proofs of a model") if hears else [proved]
+            if hears:
+                outcomes = self.gather_objects(proved, where="proofs of a model")
+            else:
+                outcomes = [proved]
             for other in outcomes:
                 if isinstance(other, str):
                     by_size = []
@@ -268,7 +274,10 @@ class ContextSession(SessionWrapper):
         """
         cuts.loss = Loss()
         output = step(model, part)
-        values = output if isinstance(output, Mapping) else {"loss": output}
+        if isinstance(output, Mapping):
+            values = output
+        else:
+            values = {"loss": output}
         numbers = [n for n, v in values.items() if n != "weight" and (_is_number(v) or isinstance(v, tuple))]
         if numbers and not is_compared:
             msg = (
@@ -305,7 +314,9 @@ class ContextSession(SessionWrapper):
 
     def _call(self, step: Callable[..., StepOutput]) -> Callable[..., StepOutput]:
         """Return the step as a check calls it: past DDP, but with shards of weights gathered."""
-        return partial(self.inner.run, step) if self.inner.evaluates_together else step
+        if self.inner.evaluates_together:
+            return partial(self.inner.run, step)
+        return step
 
     @contextmanager
     def _gradients_of_a_check(self, model: Any) -> Iterator[bool]:
@@ -405,7 +416,10 @@ class ContextSession(SessionWrapper):
         joined: dict[str, Any] = {}
         for i, (name, value) in enumerate(numbers.items()):
             is_total = name == "loss" and self.job.loss == "sum"
-            whole = float(table[:, i].sum()) if is_total else _mean(table[:, i], weights)
+            if is_total:
+                whole = float(table[:, i].sum())
+            else:
+                whole = _mean(table[:, i], weights)
             if not isinstance(value, Tensor):
                 joined[name] = whole
             elif name == "loss":
@@ -552,7 +566,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _floating(value: Tensor) -> torch.dtype:
-    return value.dtype if value.is_floating_point() else torch.get_default_dtype()
+    if value.is_floating_point():
+        return value.dtype
+    return torch.get_default_dtype()
 
 
 def _mean(values: Tensor, weights: Tensor) -> float:

@@ -126,7 +126,11 @@ class Cut:
         self.announce(("all_gather", dim, rest, str(parts[0].dtype)))
         most = max(self.counts)
         dtype = parts[0].dtype
-        sent_dtype = torch.uint8 if dtype is torch.bool else dtype  # gloo has no bool
+        # gloo has no bool
+        if dtype is torch.bool:
+            sent_dtype = torch.uint8
+        else:
+            sent_dtype = dtype
         sent = parts[0].new_empty(sum(p.numel() // self.tokens * most for p in parts), dtype=sent_dtype)
         for part, place in zip(parts, views(sent, [p.shape for p in parts]), strict=True):
             place.copy_(part.detach())
@@ -431,7 +435,10 @@ def find_slice(tensor: Tensor, cuts: Cuts, dims: Mapping[K, Sequence[int]], key:
     """
     by_length: Sequence[int] = (1, *range(2, tensor.dim()), 0)
     for dim in dims.get(key, by_length):
-        cut = cuts.of_slice(tensor.size(dim)) if dim < tensor.dim() else None
+        if dim < tensor.dim():
+            cut = cuts.of_slice(tensor.size(dim))
+        else:
+            cut = None
         if cut is not None:
             return dim, cut
     return None
@@ -544,7 +551,10 @@ def _named_sequences(named: list[tuple[str, Tensor]], dims: Mapping[str, int]) -
     for name, dim in dims.items():
         tensor = by_name.get(name)
         if tensor is None or tensor.dim() <= dim:
-            has = "not there" if tensor is None else f"of shape {tuple(tensor.shape)}"
+            if tensor is None:
+                has = "not there"
+            else:
+                has = f"of shape {tuple(tensor.shape)}"
             msg = (
                 f"the option sequence of backend 'context' names {name!r} with dimension {dim}, which is "
                 f"{has}; "
@@ -569,9 +579,13 @@ def _dim_of(name: str, tensor: Tensor, lengths: set[int], rows: int) -> int | No
     if not places:
         return None
     if "position" in name:  # (batch, tokens), or (3, batch, tokens) of images' coordinates
-        return tensor.dim() - 1 if tensor.dim() - 1 in places else None
+        if tensor.dim() - 1 in places:
+            return tensor.dim() - 1
+        return None
     if name in _TOKENS or name == "labels" or places == [1]:
-        return 1 if 1 in places else None
+        if 1 in places:
+            return 1
+        return None
     if "mask" in name or "bias" in name:
         return tensor.dim() - 2  # (..., queries, keys): this rank's queries, all keys
     if len(places) == 1:
@@ -601,8 +615,13 @@ def map_sequences(batch: Any, sequences: BatchSequences, change: Callable[[Tenso
     """Return a batch with the tensors that have a sequence changed, by ``change(tensor, dim)``."""
 
     def changed(leaf: Any) -> Any:
-        dim = sequences.dims.get(id(leaf)) if isinstance(leaf, Tensor) else None
-        return leaf if dim is None else change(leaf, dim)
+        if isinstance(leaf, Tensor):
+            dim = sequences.dims.get(id(leaf))
+        else:
+            dim = None
+        if dim is None:
+            return leaf
+        return change(leaf, dim)
 
     return tree_map(changed, batch)
 
@@ -612,7 +631,9 @@ def take_slices(batch: Any, sequences: BatchSequences, cuts: Cuts) -> Any:
 
     def taken(tensor: Tensor, dim: int) -> Tensor:
         cut = cuts.of_whole(tensor.size(dim))
-        return tensor if cut is None else cut.take(tensor, dim)
+        if cut is None:
+            return tensor
+        return cut.take(tensor, dim)
 
     part = map_sequences(batch, sequences, taken)
     if isinstance(part, CountedBatch):

@@ -70,7 +70,10 @@ class SplitStates:
         slices are cut to have none of them (`OtherSizes`).
         """
         state = self.current
-        cut = None if state.cuts is None else state.cuts.of_slice(tokens)
+        if state.cuts is None:
+            cut = None
+        else:
+            cut = state.cuts.of_slice(tokens)
         if cut is None and state.other_sizes is not None:
             state.other_sizes.add(tokens)
         return cut

@@ -30,7 +30,10 @@ def ulysses(inputs: Inputs, rules: Rules, cuts: QueryKeyCuts) -> Tensor:
         value = value.repeat_interleave(shared, -3)
     each = -(-heads // keys.size)
     mine = slice(min(keys.rank * each, heads), min((keys.rank + 1) * each, heads))
-    noise = DropoutMask(inputs, rules, (mine, each)) if rules.dropout else None
+    if rules.dropout:
+        noise = DropoutMask(inputs, rules, (mine, each))
+    else:
+        noise = None
     if rows is keys:
         query, key, value = _ToHeads.apply(keys, query, key, value)  # type: ignore[no-untyped-call]  # torch's
     else:
@@ -85,7 +88,11 @@ def _to_heads(tensors: Sequence[Tensor], cut: Cut) -> list[Tensor]:
     shapes = [resized(t.shape, -3, -(-t.size(-3) // cut.size)) for t in tensors]
     count = sum(shape.numel() for shape in shapes)
     dtype = tensors[0].dtype
-    sent_dtype = torch.uint8 if dtype is torch.bool else dtype  # gloo has no bool
+    # gloo has no bool
+    if dtype is torch.bool:
+        sent_dtype = torch.uint8
+    else:
+        sent_dtype = dtype
     sent = tensors[0].new_zeros((cut.size, count), dtype=sent_dtype)
     for rank, flat in enumerate(sent):
         for tensor, place in zip(tensors, views(flat, shapes), strict=True):

@@ -77,7 +77,10 @@ def least_busy(loads: Sequence[DeviceLoad], count: int) -> tuple[DeviceLoad, ...
 
     def rank(load: DeviceLoad) -> tuple[int, int, int]:
         used = load.utilization
-        bucket = _BUCKETS + 1 if used is None else int(used * _BUCKETS)
+        if used is None:
+            bucket = _BUCKETS + 1
+        else:
+            bucket = int(used * _BUCKETS)
         return (bucket, -(load.free_bytes or 0), load.device.index or 0)
 
     return tuple(sorted(loads, key=rank)[:count])
@@ -149,7 +152,10 @@ def free_memory(device: torch.device) -> int | None:
 def _cpu_load() -> DeviceLoad:
     total = _pages("SC_PHYS_PAGES")
     cores = os.cpu_count() or 1
-    busy = min(1.0, os.getloadavg()[0] / cores) if hasattr(os, "getloadavg") else None
+    if hasattr(os, "getloadavg"):
+        busy = min(1.0, os.getloadavg()[0] / cores)
+    else:
+        busy = None
     return DeviceLoad(
         device=torch.device("cpu"),
         name=platform.processor() or platform.machine() or "cpu",
@@ -162,12 +168,17 @@ def _cpu_load() -> DeviceLoad:
 def available_memory() -> int | None:
     """Return the host memory that programs can still get: unused memory, and caches that the system frees."""
     available = _kernels_count(Path("/proc/meminfo"), "MemAvailable")
-    return _pages("SC_AVPHYS_PAGES") if available is None else available
+    if available is None:
+        return _pages("SC_AVPHYS_PAGES")
+    return available
 
 
 def _kernels_count(file: Path, name: str) -> int | None:
     """Return the bytes that Linux reports in a file under a name; ``None`` on other systems."""
-    lines = file.read_text("ascii", errors="replace").splitlines() if file.exists() else []
+    if file.exists():
+        lines = file.read_text("ascii", errors="replace").splitlines()
+    else:
+        lines = []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
 
 
@@ -224,8 +235,13 @@ def _left_to(limit: str, used: str) -> int | None:
     except ImportError:  # on Windows
         return None
     most = resource.getrlimit(getattr(resource, limit))[0]
-    now = None if most == resource.RLIM_INFINITY else _kernels_count(Path("/proc/self/status"), used)
-    return None if now is None else max(0, most - now)
+    if most == resource.RLIM_INFINITY:
+        now = None
+    else:
+        now = _kernels_count(Path("/proc/self/status"), used)
+    if now is None:
+        return None
+    return max(0, most - now)
 
 
 # -- Device requests ------------------------------------------------------------------------------
@@ -313,7 +329,9 @@ def as_device(device: torch.device | str | int) -> torch.device:
             device = torch.device(device)
         except RuntimeError as error:  # torch's message lists every type that it knows
             raise _refusal(device, "names no device", remedy, name="device") from error
-    return _CPU if device.type == "cpu" else device
+    if device.type == "cpu":
+        return _CPU
+    return device
 
 
 def device_of_rank(
@@ -383,7 +401,10 @@ def _entry(entry: Any, spec: object) -> tuple[torch.device, ...]:
         return (_at(int(entry), spec),)
     if not isinstance(entry, str | torch.device):
         cls = type(entry).__name__
-        problem = f"is of type {cls}" if entry is spec else f"has {entry!r} of type {cls} in it"
+        if entry is spec:
+            problem = f"is of type {cls}"
+        else:
+            problem = f"has {entry!r} of type {cls} in it"
         raise _refusal(spec, problem, f"write {_WRITE}")
     try:
         device = torch.device(entry)
@@ -394,7 +415,9 @@ def _entry(entry: Any, spec: object) -> tuple[torch.device, ...]:
     accelerators = _accelerators()
     if not accelerators or accelerators[0].type != device.type:
         raise _refusal(spec, f"needs {device.type}, which is not here", _instead(accelerators))
-    return accelerators if device.index is None else (_at(device.index, spec),)
+    if device.index is None:
+        return accelerators
+    return (_at(device.index, spec),)
 
 
 def _first(count: int, spec: object) -> tuple[torch.device, ...]:
@@ -460,7 +483,9 @@ def _what_exists() -> str:
     else:
         seen = "this process sees the cpu alone"
     hiding = [f"{n}={os.environ[n]!r}" for n in _VISIBILITY_VARIABLES if n in os.environ]
-    return f"{seen} under {', '.join(hiding)}" if hiding else seen
+    if hiding:
+        return f"{seen} under {', '.join(hiding)}"
+    return seen
 
 
 def _refusal(spec: object, problem: str, remedy: str, *, name: str = "devices") -> DeviceError:

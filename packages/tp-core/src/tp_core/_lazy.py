@@ -41,7 +41,10 @@ def lazy_exports(
         homes = [home for home in public if hasattr(importlib.import_module(home), name)]
         if homes:
             return f"; it is in {homes[0]}"
-        peers = {} if answers is None else importlib.import_module(answers).NAMES
+        if answers is None:
+            peers = {}
+        else:
+            peers = importlib.import_module(answers).NAMES
         if name in peers:
             return f"; write {peers[name]}"
         if public:

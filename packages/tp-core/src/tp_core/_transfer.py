@@ -85,7 +85,9 @@ def _leaf(device: torch.device | str | int, non_blocking: bool) -> Callable[[Any
                 return value
             return value.to(target, non_blocking=non_blocking)
         mover = _MOVES[cls]
-        return value if mover is None else mover(value, target, non_blocking)
+        if mover is None:
+            return value
+        return mover(value, target, non_blocking)
 
     return move
 
@@ -113,7 +115,9 @@ def recursive_pin(obj: T) -> T:
 
 def _pin(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value if value.device.type != "cpu" or value.is_pinned() else value.pin_memory()
+        if value.device.type != "cpu" or value.is_pinned():
+            return value
+        return value.pin_memory()
     if not _has_pin_memory(type(value)):
         return value
     return _checked(value.pin_memory(), value, "pin_memory")
@@ -191,14 +195,18 @@ def _move_of(cls: type) -> _Move | None:
         style.call(value.to, device, non_blocking=non_blocking)
         return value  # modules move in place
 
-    return move_module if issubclass(cls, nn.Module) else move
+    if issubclass(cls, nn.Module):
+        return move_module
+    return move
 
 
 def _move_by_name(value: Any, device: torch.device, non_blocking: bool) -> Any:
     cls: type = type(value)
     name = device.type
     if name == "cpu":  # there is one CPU, and .cpu takes no device
-        return _checked(value.cpu(), value, name) if _has(cls, name) else value
+        if _has(cls, name):
+            return _checked(value.cpu(), value, name)
+        return value
     if _has(cls, name):
         moved = _style(cls, name).call(getattr(value, name), device, non_blocking=non_blocking)
         return _checked(moved, value, name)

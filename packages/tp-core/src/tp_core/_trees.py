@@ -82,7 +82,9 @@ def _container_of(cls: type) -> Container | None:
     if issubclass(cls, list):
         return _LIST
     if issubclass(cls, tuple):
-        return _STRUCTSEQ if hasattr(cls, "n_sequence_fields") else _TUPLE
+        if hasattr(cls, "n_sequence_fields"):
+            return _STRUCTSEQ
+        return _TUPLE
     if dataclasses.is_dataclass(cls):
         return _dataclass_of(cls)
     return None
@@ -97,7 +99,9 @@ def _same(value: Collection[Any]) -> Collection[Any]:
 
 def _positions(value: Collection[Any]) -> Iterable[str]:
     names = getattr(value, "_fields", None)  # of a namedtuple
-    return [f".{n}" for n in names] if names else [f"[{i}]" for i in range(len(value))]
+    if names:
+        return [f".{n}" for n in names]
+    return [f"[{i}]" for i in range(len(value))]
 
 
 def _rebuild_list(old: list[Any], values: list[Any]) -> Any:
@@ -363,7 +367,9 @@ def tree_leaves(obj: Any, *, table: PerType[Container | None] = _CONTAINERS) -> 
         [1, 2, 3]
     """
     container = table[type(obj)]
-    return iter((obj,)) if container is None else _leaves(obj, container, obj, set(), table)
+    if container is None:
+        return iter((obj,))
+    return _leaves(obj, container, obj, set(), table)
 
 
 def _leaves(

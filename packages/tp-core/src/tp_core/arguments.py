@@ -55,7 +55,10 @@ def explain_arguments(
                 problem = _misfit(signature, args, kwargs)
                 if problem is None:
                     raise
-            advice = None if recognize is None else recognize(*args, **kwargs)
+            if recognize is None:
+                advice = None
+            else:
+                advice = recognize(*args, **kwargs)
             raise ConfigError(advice or _answer(call, kwargs, problem, words))
 
         return explained

@@ -107,7 +107,10 @@ def _imported(place: str) -> ModuleType:
             if error.name is None or not f"{place}.".startswith(f"{error.name}."):
                 raise  # it is there, and imports what is not
             file = Path(f"{place.rstrip('/')}.py")
-            hint = f"; a file is written with its .py: {file}" if file.is_file() else file_meant(file)
+            if file.is_file():
+                hint = f"; a file is written with its .py: {file}"
+            else:
+                hint = file_meant(file)
             msg = f"there is no module {place!r}, neither in {folder} nor among the installed ones{hint}"
             raise ConfigError(msg) from error
     path = Path(place)

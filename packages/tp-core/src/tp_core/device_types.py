@@ -43,7 +43,9 @@ def wide_float(*devices: "torch.device") -> "torch.dtype":
     """Return the widest float that devices have: float64, and float32 where one of them has none."""
     import torch
 
-    return torch.float32 if any(device.type == _APPLE for device in devices) else torch.float64
+    if any(device.type == _APPLE for device in devices):
+        return torch.float32
+    return torch.float64
 
 
 def uses_pinned_memory(device_type: str) -> bool:
@@ -74,7 +76,9 @@ def memory_block(device_type: str) -> int:
 
     For accelerators these are 512, ``kMinBlockSize`` of torch's CUDACachingAllocator.
     """
-    return 1 if device_type == "cpu" else 512
+    if device_type == "cpu":
+        return 1
+    return 512
 
 
 def is_capturing(device: "torch.device") -> bool:

@@ -60,7 +60,10 @@ class TpError(Exception):
         # Not super's: an error that is of the type of a user's exception, too, would call the other __init__.
         Exception.__init__(self, *args)
         page, _, name = self.anchor().partition("#")
-        where = f"{DOCUMENTS}/{page}.html#{name}" if DOCUMENTS else f"tp explain {name}"
+        if DOCUMENTS:
+            where = f"{DOCUMENTS}/{page}.html#{name}"
+        else:
+            where = f"tp explain {name}"
         self.add_note(f"More: {where}")
 
     @classmethod

@@ -16,7 +16,9 @@ __all__ = ["check_installed", "closest", "did_you_mean", "file_meant", "raised_w
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'name'?"`` with the known name that is most like ``given``, or ``""``."""
     close = closest(given, known)
-    return f"; did you mean {close!r}?" if close else ""
+    if close:
+        return f"; did you mean {close!r}?"
+    return ""
 
 
 def those_known(given: str, known: Iterable[str]) -> str:
@@ -33,7 +35,9 @@ def file_meant(path: "Path") -> str:
     except OSError:
         return ""
     close = closest(path.name, names)
-    return f"; did you mean {str(path.with_name(close))!r}?" if close else ""
+    if close:
+        return f"; did you mean {str(path.with_name(close))!r}?"
+    return ""
 
 
 def closest(given: str, known: Iterable[str]) -> str | None:

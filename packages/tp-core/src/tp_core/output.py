@@ -153,7 +153,10 @@ def output_console() -> "Console":
     from rich.console import Console
 
     columns = os.environ.get("COLUMNS", "")
-    width = int(columns) if columns.isdecimal() and int(columns) else 10_000
+    if columns.isdecimal() and int(columns):
+        width = int(columns)
+    else:
+        width = 10_000
     stream = StandardStream("stdout")
     if stream.isatty():
         return Console()

@@ -51,7 +51,10 @@ def preserve_rng_state(devices: "Iterable[torch.device] | None" = None) -> Itera
     """
     numpy = sys.modules.get("numpy")
     python_state = random.getstate()
-    numpy_state = numpy.random.get_state() if numpy is not None else None
+    if numpy is not None:
+        numpy_state = numpy.random.get_state()
+    else:
+        numpy_state = None
     with preserve_torch_rng_state(devices):
         try:
             yield
@@ -134,7 +137,10 @@ def seed_everything(seed: int, *, devices: bool = True, load: bool = True) -> No
     """
     random.seed(seed)
     numpy = sys.modules.get("numpy")
-    has_random = hasattr(numpy, "random") if load else "numpy.random" in sys.modules
+    if load:
+        has_random = hasattr(numpy, "random")
+    else:
+        has_random = "numpy.random" in sys.modules
     if numpy is not None and has_random:
         numpy.random.seed(seed % 2**32)  # numpy takes 32 bits
     if (torch := sys.modules.get("torch")) is not None and hasattr(torch, "manual_seed"):

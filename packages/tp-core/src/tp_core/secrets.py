@@ -191,17 +191,23 @@ def _password_of(address: re.Match[str]) -> tuple[int, int] | None:
         sign = rest.rfind("@")
     elif not 0 <= colon < sign:
         # A name before a password stays; one alone may be the secret itself.
-        return (start, start + sign) if is_web and sign else None
+        if is_web and sign:
+            return (start, start + sign)
+        return None
     elif not is_web:
         sign = rest.rfind("@")
-    return (start + colon + 1, start + sign) if sign > colon + 1 else None
+    if sign > colon + 1:
+        return (start + colon + 1, start + sign)
+    return None
 
 
 def _value_of_header(header: re.Match[str]) -> tuple[int, int] | None:
     """Return where the value of "Bearer x" lies, unless it is a word: "basic training"."""
     value = header[3]
     is_word = value.isalpha() and (value.islower() or value.istitle()) and len(value) < 20
-    return None if is_word else header.span(3)
+    if is_word:
+        return None
+    return header.span(3)
 
 
 # -- Command lines ---------------------------------------------------------------------------------
@@ -228,9 +234,15 @@ def mask_arguments(arguments: Sequence[str]) -> list[str]:
             masked.append(f"{name}={_masked(value)}")
         else:
             masked.append(word)
-            to_mask = len(arguments) if name.endswith("s") else 1  # "--api-keys" takes several
+            # "--api-keys" takes several
+            if name.endswith("s"):
+                to_mask = len(arguments)
+            else:
+                to_mask = 1
     return masked
 
 
 def _masked(value: str) -> str:
-    return value if value.lower() in _NO_SECRETS else MASK
+    if value.lower() in _NO_SECRETS:
+        return value
+    return MASK

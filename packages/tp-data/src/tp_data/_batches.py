@@ -250,7 +250,9 @@ class BatchSize(Batcher):
 
     def length(self, samples: int) -> int:
         """Return the number of batches of an epoch."""
-        return samples // self.size if self.last == "drop" else -(-samples // self.size)
+        if self.last == "drop":
+            return samples // self.size
+        return -(-samples // self.size)
 
 
 def positions_in(rows: Iterable[SampleRow]) -> Sequence[int]:

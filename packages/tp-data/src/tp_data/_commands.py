@@ -39,7 +39,10 @@ def _index(files: Files, *, cache: Cache = "", as_json: AsJson = False) -> None:
         print(json.dumps({"sources": _described_sources(stream)}))
         return
     for name, source in stream.sources.items():
-        left_out = f", {source.left_out} members left out" if source.left_out else ""
+        if source.left_out:
+            left_out = f", {source.left_out} members left out"
+        else:
+            left_out = ""
         print(f"{name}: {len(source)} samples{left_out}, digest {source.digest}")
 
 

@@ -147,7 +147,10 @@ def find_files(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     Raises:
         ConfigError: A pattern or a folder has no file, or a file does not exist.
     """
-    patterns = [files] if isinstance(files, str | os.PathLike) else list(files)
+    if isinstance(files, str | os.PathLike):
+        patterns = [files]
+    else:
+        patterns = list(files)
     paths: list[str] = []
     for pattern in patterns:
         path = os.fspath(pattern)
@@ -166,8 +169,14 @@ def find_files(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
         paths += matching
     for path in paths:
         if "://" not in path and not is_regular_file(Path(path)):
-            problem = "is a folder; give a pattern, such as" if Path(path).is_dir() else "does not exist"
-            hint = f" {path.rstrip('/')}/*.jsonl" if Path(path).is_dir() else file_meant(Path(path))
+            if Path(path).is_dir():
+                problem = "is a folder; give a pattern, such as"
+            else:
+                problem = "does not exist"
+            if Path(path).is_dir():
+                hint = f" {path.rstrip('/')}/*.jsonl"
+            else:
+                hint = file_meant(Path(path))
             msg = f"{path} {problem}{hint}"
             raise ConfigError(msg)
     if twice := sorted({path for path in paths if paths.count(path) > 1}):
@@ -222,7 +231,10 @@ class IndexedFile:
         place = str(Path(url).absolute()) if self._is_local else url
         key = f"{key_of(place):016x}"
         folder = self._folder()
-        self.path = Path(url) if not self._is_copy else access.folder / f"{key}-{name}"
+        if not self._is_copy:
+            self.path = Path(url)
+        else:
+            self.path = access.folder / f"{key}-{name}"
         beside = folder == Path(url).parent / ".tp-data"
         stem = name if beside else f"{key}-{name}"
         self._index = folder / f"{stem}.{kind}.index"
@@ -281,7 +293,10 @@ class IndexedFile:
         def read() -> tuple[bytes, int, int | None]:
             with self._index.open("rb") as file:
                 head, nbytes = file.read(_HEADER_NBYTES), os.fstat(file.fileno()).st_size
-            copied_nbytes = self.path.stat().st_size if self._is_copy else None
+            if self._is_copy:
+                copied_nbytes = self.path.stat().st_size
+            else:
+                copied_nbytes = None
             return head, nbytes, copied_nbytes
 
         try:
@@ -341,7 +356,9 @@ class IndexedFile:
             is_zstd = self._compression == "zstd"
             how = None if is_zstd else self._compression
             file = fsspec.open(self.url, "rb", compression=how, **options).open()
-            return _ZstdFile(file) if is_zstd else file
+            if is_zstd:
+                return _ZstdFile(file)
+            return file
 
         options = {} if self._is_local else self._access.options or {}
         if self._compression == "zstd":

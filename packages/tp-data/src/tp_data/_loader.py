@@ -66,7 +66,9 @@ class Costs:
         noted = np.empty(len(sources), np.int64)
         for number, at in groups(sources):
             noted[at] = self._noted[number][indices[at]]
-        return (noted - 1).tolist() if noted.all() else None
+        if noted.all():
+            return (noted - 1).tolist()
+        return None
 
     def note(self, places: Places, costs: Sequence[int]) -> None:
         """Note the costs at places."""
@@ -285,7 +287,10 @@ class Loader:
             msg = "timeout_s ends the wait for worker processes; give workers=1 or more, too"
             raise ConfigError(msg)
         self.stream = stream
-        self.batcher = batch if isinstance(batch, Batcher) else BatchSize(batch)
+        if isinstance(batch, Batcher):
+            self.batcher = batch
+        else:
+            self.batcher = BatchSize(batch)
         self.stats = Stats()
         self._counted = [self.stats]
         self._workers, self._prefetch, self._skips = workers, prefetch, errors == "skip"
@@ -385,7 +390,10 @@ class Loader:
             msg = f"this is no state of tp_data's Loader: it lacks {lacking}"
             raise StateError(msg)
         self.stream.check(state, state["position"], state["epoch"])
-        batcher_state = {"batcher": state["batcher"]} if state.get("batcher") else {}
+        if state.get("batcher"):
+            batcher_state = {"batcher": state["batcher"]}
+        else:
+            batcher_state = {}
         if batcher_state and self.batcher.start.__func__ is Batcher.start:  # type: ignore[attr-defined]
             msg = (
                 f"the state has samples that another batcher held back, and {type(self.batcher).__name__} "
@@ -549,7 +557,9 @@ class Loader:
             multiprocessing_context=self._context,
         )
         results = iterate_seeded(loader, seed=self.stream.seed, epoch=epoch, is_ours=True)
-        return self._of_workers(results) if workers else results
+        if workers:
+            return self._of_workers(results)
+        return results
 
     def _of_workers(self, results: Iterator[_LoadResult]) -> Iterator[_LoadResult]:
         """Yield the results of workers.

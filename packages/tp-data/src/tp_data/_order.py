@@ -93,7 +93,9 @@ def permute(index: Numbers, size: Numbers, key: Numbers, *, inverse: bool = Fals
     outside = np.flatnonzero(permuted >= size)
 
     def some(values: Numbers) -> Numbers:
-        return values if values.size == 1 else values[outside]
+        if values.size == 1:
+            return values
+        return values[outside]
 
     while outside.size:  # half of the domain at most: a few times
         permuted[outside] = _feistel(permuted[outside], some(bits), list(map(some, keys)), inverse=inverse)

@@ -68,14 +68,20 @@ class TokenBatch(CountedBatch):
     ) -> None:
         super().__init__(values)
         self.causal, self.tokens, self.form = causal, tokens, form
-        self.row_length = values["input_ids"].size(1) if form is not None else None
+        if form is not None:
+            self.row_length = values["input_ids"].size(1)
+        else:
+            self.row_length = None
 
     def weight(self) -> Tensor | None:
         """Return the number of labels that count; ``None`` without labels."""
         labels = self.get("labels")
         if not isinstance(labels, Tensor):
             return None
-        counted = labels[:, 1:] if self.causal and labels.dim() == 2 else labels
+        if self.causal and labels.dim() == 2:
+            counted = labels[:, 1:]
+        else:
+            counted = labels
         return (counted != IGNORED).sum()
 
     def check(self, step: Any, model: nn.Module) -> None:
@@ -93,7 +99,10 @@ class TokenBatch(CountedBatch):
     def measure(self) -> dict[str, float]:
         """Return the numbers of tokens, of tokens with padding, and of labels that count."""
         first = self.get("input_ids")
-        padded = first.numel() if isinstance(first, Tensor) else self.tokens
+        if isinstance(first, Tensor):
+            padded = first.numel()
+        else:
+            padded = self.tokens
         weight = self.weight()
         labels = {} if weight is None else {"labels": float(weight)}
         return {"tokens": float(self.tokens), "padded_tokens": float(padded), **labels}
@@ -137,7 +146,9 @@ def pad_samples(samples: Sequence[Any], longest: int, *, padding: int) -> dict[s
 
 
 def _tokens(row: Mapping[str, Any]) -> int:
-    return len(row["input_ids"]) if "input_ids" in row else -1
+    if "input_ids" in row:
+        return len(row["input_ids"])
+    return -1
 
 
 def _as_tensor(sample: Mapping[str, Any], name: str) -> Tensor:
@@ -256,7 +267,10 @@ class RowForm:
 
     def _cut(self, sample: Any, start: int, stop: int | None) -> dict[str, Tensor]:
         """Return the fields of a piece of a sample, with labels that may count."""
-        named = sample if isinstance(sample, Mapping) else {"input_ids": sample}
+        if isinstance(sample, Mapping):
+            named = sample
+        else:
+            named = {"input_ids": sample}
         fields = {}
         for name in named:
             value = _as_tensor(named, name)
@@ -300,7 +314,9 @@ def document_mask(documents: Tensor, *, causal: bool = True) -> Tensor:
                   [0, 0, 1]]]], dtype=torch.int32)
     """
     mask = documents[:, None, :, None] == documents[:, None, None, :]
-    return mask.tril() if causal else mask
+    if causal:
+        return mask.tril()
+    return mask
 
 
 def document_block_mask(
@@ -318,7 +334,9 @@ def document_block_mask(
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001 - torch's signature
         same = documents[row, query] == documents[row, key]
-        return same & (query >= key) if causal else same
+        if causal:
+            return same & (query >= key)
+        return same
 
     rows, tokens = documents.shape
     return create_block_mask(sees, rows, None, tokens, tokens, device=documents.device)
@@ -427,7 +445,10 @@ def _run(
         with Recording(model) as recording, ComputedTypes() as computed:
             output = step(model, batch)
     except Exception as error:
-        subject = "packed documents" if len(documents) > 1 else "a document by itself"
+        if len(documents) > 1:
+            subject = "packed documents"
+        else:
+            subject = "a document by itself"
         msg = (
             f"the step fails on a short row with {subject}, by which packing is checked: "
             f"{type(error).__name__}: {error!s:.300}"

@@ -514,7 +514,9 @@ def _outside_workers() -> Iterator[None]:
 
 def _state_of(iterable: Any) -> Any:
     has = hasattr(iterable, "state_dict") and hasattr(iterable, "load_state_dict")
-    return iterable.state_dict() if has else None
+    if has:
+        return iterable.state_dict()
+    return None
 
 
 def _sample_digest(sample: Any) -> str:
@@ -567,7 +569,9 @@ class _SequenceSource(Source):
         if self._arrow is not None:
             return self._arrow.take(indices)
         together = getattr(self._items, "__getitems__", None)
-        return [self._items[index] for index in indices] if together is None else list(together(indices))
+        if together is None:
+            return [self._items[index] for index in indices]
+        return list(together(indices))
 
     def where(self, index: int) -> str:
         """Return the type of the sequence, and the index."""
@@ -602,7 +606,10 @@ class _ArrowRows:
         form = dataset.format
         if form["type"] is not None or any(map(require_decoding, dataset.features.values())):
             return None  # tensors, or images and sounds that it decodes
-        columns = None if form["output_all_columns"] else form["columns"]
+        if form["output_all_columns"]:
+            columns = None
+        else:
+            columns = form["columns"]
         return cls(dataset.with_format("arrow", columns))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -713,7 +720,9 @@ def _suffix(path: str) -> str:
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
     while suffixes and suffixes[-1] in {".gz", ".bz2", ".xz", ".zst"}:
         suffixes.pop()
-    return suffixes[-1] if suffixes else ""
+    if suffixes:
+        return suffixes[-1]
+    return ""
 
 
 def _is_path(value: Any) -> bool:

@@ -82,7 +82,10 @@ class Stream:
             ConfigError: A source is missing or empty, or the mixture does not fit the sources.
             LoaderError: A file cannot be read, or is not whole.
         """
-        named = dict(sources) if isinstance(sources, Mapping) else {"data": sources}
+        if isinstance(sources, Mapping):
+            named = dict(sources)
+        else:
+            named = {"data": sources}
         if not named or not all(isinstance(name, str) for name in named):
             msg = f"a stream needs sources, by names that are texts, got {list(named)}"
             raise ConfigError(msg)

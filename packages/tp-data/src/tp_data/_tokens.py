@@ -207,7 +207,10 @@ class TokenBudget(_Windowed):
         if speeds is not None and not all(speed > 0 for speed in speeds):
             msg = f"speeds={list(speeds)}: give a number above 0 for each rank, such as its tokens per second"
             raise ConfigError(msg)
-        self.speeds = None if speeds is None else [float(speed) for speed in speeds]
+        if speeds is None:
+            self.speeds = None
+        else:
+            self.speeds = [float(speed) for speed in speeds]
         _check_choice("last", last, ("spread", "drop"))
         self.last = last
         self._padding, self._causal, self._collate = padding, causal, collate
@@ -293,7 +296,9 @@ class TokenBudget(_Windowed):
 
     def measure(self, batch: Any) -> dict[str, float]:
         """Return the numbers of tokens, of tokens with padding, and of labels that count."""
-        return batch.measure() if isinstance(batch, TokenBatch) else {}
+        if isinstance(batch, TokenBatch):
+            return batch.measure()
+        return {}
 
 
 @explain_init
@@ -425,7 +430,9 @@ class Packed(_Windowed):
 
     def measure(self, batch: Any) -> dict[str, float]:
         """Return the numbers of tokens, of tokens with padding, and of labels that count."""
-        return batch.measure() if isinstance(batch, TokenBatch) else {}
+        if isinstance(batch, TokenBatch):
+            return batch.measure()
+        return {}
 
 
 # -- Numbers of tokens -----------------------------------------------------------------------------
@@ -555,7 +562,9 @@ def share_out(
 
     def end_with(rank: int, row: int) -> float:
         load = load_with(rank, row)
-        return load if speeds is None else load / speeds[rank]
+        if speeds is None:
+            return load
+        return load / speeds[rank]
 
     for row in sorted(range(len(costs)), key=lambda row: (-costs[row], row)):
         open_ranks = [rank for rank in range(ranks) if most is None or len(parts[rank]) < most[rank]]

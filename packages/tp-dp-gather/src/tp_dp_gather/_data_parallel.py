@@ -150,7 +150,9 @@ class DataParallel(ReplicaWrapper):
             return tuple(outputs)
         if self._overrides(DataParallel, "gather"):
             # One device as in nn.DataParallel, for which such methods are written.
-            return outputs[0] if most == 1 else self.gather(outputs, self.output_device)
+            if most == 1:
+                return outputs[0]
+            return self.gather(outputs, self.output_device)
         return self._gather(outputs, self.output_device, sizes)
 
     def __getattr__(self, name: str) -> Any:
@@ -364,7 +366,10 @@ def _split_scattered(args: tuple[Any, ...], kwargs: dict[str, Any], *, most: int
     count: int | None = None
     for name, arg in named:
         if isinstance(arg, Tensor | PackedSequence):
-            kind = f"tensor of shape {tuple(arg.shape)}" if isinstance(arg, Tensor) else "PackedSequence"
+            if isinstance(arg, Tensor):
+                kind = f"tensor of shape {tuple(arg.shape)}"
+            else:
+                kind = "PackedSequence"
             msg = (
                 f"with inputs_are_scattered=True {name} must be a tuple or list with one part per device, "
                 f"got a {kind}"
@@ -381,7 +386,9 @@ def _split_scattered(args: tuple[Any, ...], kwargs: dict[str, Any], *, most: int
             raise ConfigError(msg)
 
     def part(arg: Any, i: int) -> Any:
-        return arg[i] if isinstance(arg, tuple | list) else arg
+        if isinstance(arg, tuple | list):
+            return arg[i]
+        return arg
 
     return [
         (tuple(part(a, i) for a in args), {k: part(a, i) for k, a in kwargs.items()})
@@ -494,7 +501,10 @@ def scatter(
     scattering = Scattering.by_names(samples, broadcast, dim=dim)
     whole: dict[str | int, Any] = {"inputs": inputs}
     sizes = scattering.sizes(whole, most=len(devices))
-    pieces = scattering.parts(whole, sizes) if len(sizes) > 1 else [whole]
+    if len(sizes) > 1:
+        pieces = scattering.parts(whole, sizes)
+    else:
+        pieces = [whole]
     return tuple([to_device(piece["inputs"], device) for piece, device in zip(pieces, devices, strict=False)])
 
 

@@ -78,7 +78,10 @@ class Gathering:
         return container.rebuild(first, values)
 
     def _join(self, outputs: Sequence[Any], path: str) -> Any:
-        kind = Tensor if isinstance(outputs[0], Tensor) else type(outputs[0])
+        if isinstance(outputs[0], Tensor):
+            kind = Tensor
+        else:
+            kind = type(outputs[0])
         for i, other in enumerate(outputs):
             if not isinstance(other, kind):
                 msg = (

@@ -35,7 +35,10 @@ def parallel_loss(
     gradient to the parts.
     """
     if not isinstance(outputs, tuple | list) or not 0 < len(outputs) <= len(replicas):
-        got = f"{len(outputs)} of them" if isinstance(outputs, tuple | list) else type(outputs).__name__
+        if isinstance(outputs, tuple | list):
+            got = f"{len(outputs)} of them"
+        else:
+            got = type(outputs).__name__
         msg = (
             f"outputs must be 1 to {len(replicas)} parts, one per device, got {got}; make them with "
             "gather_to_one_device=False or except_keywords"
@@ -125,7 +128,9 @@ def _own_reduction(criterion: Any) -> str | None:
             return None
     if reduction == "batchmean":  # a mean over the rows, and parts are weighted by rows
         return "mean"
-    return reduction if isinstance(reduction, str) else None
+    if isinstance(reduction, str):
+        return reduction
+    return None
 
 
 def _unbound(criterion: Any) -> tuple[dict[str, Any], Any]:
@@ -144,7 +149,9 @@ def _unbound(criterion: Any) -> tuple[dict[str, Any], Any]:
 def _name(criterion: Any) -> str:
     keywords, function = _unbound(criterion)
     name = getattr(function, "__qualname__", type(function).__name__)
-    return f"{name} with {sorted(keywords)}" if keywords else str(name)
+    if keywords:
+        return f"{name} with {sorted(keywords)}"
+    return str(name)
 
 
 def _mean_divisor(criterion: Any) -> Callable[[Any, Tensor], Tensor] | None:

@@ -95,7 +95,10 @@ class GatherSession(Session):
         self, step: Step, model: DataParallel, output: StepOutput, *, is_seen: bool
     ) -> None:
         """Check the first loss of a step, or of those that a loop makes anew for each batch."""
-        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(output, Mapping):
+            loss = output.get("loss")
+        else:
+            loss = output
         identity = step_identity(step)
         forwards, model.first_outputs = model.first_outputs, []
         is_due = forwards and (is_seen or identity not in self._checked)
@@ -119,7 +122,10 @@ class GatherSession(Session):
 
 def _has_loss_of_each_part(output: Any, calls: Calls) -> bool:
     """Return whether a step's loss has an element for each part, because the model returned scalars."""
-    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    else:
+        loss = output
     if not isinstance(loss, Tensor) or loss.dim() != 1:
         return False
     return {len(parts) for parts in calls} == {len(loss)} and any(

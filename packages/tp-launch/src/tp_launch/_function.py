@@ -116,7 +116,9 @@ def _pickled(call: object) -> bytes:
 
 def _in_one_stream() -> contextlib.AbstractContextManager[object]:
     """Return a context that sends stderr to stdout in a notebook, which shows stderr in red."""
-    return contextlib.redirect_stderr(sys.stdout) if in_notebook() else contextlib.nullcontext()
+    if in_notebook():
+        return contextlib.redirect_stderr(sys.stdout)
+    return contextlib.nullcontext()
 
 
 def _result(folder: Path, rank: int) -> Any:

@@ -176,7 +176,10 @@ class FailureBroadcast:
             # compare_set: of two hosts that report at once, the first one wins.
             key, text = f"{self._host.prefix}/cause", json.dumps(dict(failure))
             first = self._store.query(lambda store: store.compare_set(key, "", text))
-            self._report = None if first is None else json.loads(first)
+            if first is None:
+                self._report = None
+            else:
+                self._report = json.loads(first)
         self._count_as_informed()
         return self._report
 
@@ -355,4 +358,6 @@ class HostHeartbeats:
 
     def _key(self, kind: str, number: int | None = None) -> str:
         key = f"{self._host.prefix}/life/{kind}"
-        return key if number is None else f"{key}/{number}"
+        if number is None:
+            return key
+        return f"{key}/{number}"

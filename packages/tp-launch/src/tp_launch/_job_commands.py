@@ -84,7 +84,10 @@ def _stop(
     if as_json:
         typer.echo(json.dumps({**detached.to_dict(), "was_running": was_running}, indent=2))
         return
-    end = f"{status.state} ({status.reason})" if status.reason else status.state
+    if status.reason:
+        end = f"{status.state} ({status.reason})"
+    else:
+        end = status.state
     if not was_running:
         end = f"was not running: {end}"
     typer.echo(f"{detached.id} {end}")
@@ -122,8 +125,14 @@ def _table(jobs: Sequence[DetachedJob], *, now: float) -> Table:
         until = status.ended
         if until is None and state == "running":
             until = now
-        words = f"failed({status.code})" if state == "failed" else state
-        duration = "-" if until is None else elapsed(until - status.started)
+        if state == "failed":
+            words = f"failed({status.code})"
+        else:
+            words = state
+        if until is None:
+            duration = "-"
+        else:
+            duration = elapsed(until - status.started)
         table.add_row(
             Text(job.id),
             Text(printable(job.name)),
@@ -140,8 +149,13 @@ def elapsed(seconds: float) -> str:
     minutes, rest = divmod(int(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
-    clock = f"{hours}:{minutes:02}:{rest:02}" if hours or days else f"{minutes}:{rest:02}"
-    return f"{days}d {clock}" if days else clock
+    if hours or days:
+        clock = f"{hours}:{minutes:02}:{rest:02}"
+    else:
+        clock = f"{minutes}:{rest:02}"
+    if days:
+        return f"{days}d {clock}"
+    return clock
 
 
 def log_chunks(job: DetachedJob, *, follow: bool, lines: int | None) -> Iterator[bytes]:

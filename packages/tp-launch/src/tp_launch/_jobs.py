@@ -125,7 +125,10 @@ class DetachedJob:
         try:
             return JobStatus.read(self.directory / "status.json")
         except (OSError, StateError) as error:
-            state = "damaged" if isinstance(error, StateError) else "unreadable"
+            if isinstance(error, StateError):
+                state = "damaged"
+            else:
+                state = "unreadable"
             return JobStatus(state=state, pid=0, process="", started=self.created, reason=str(error))
 
     def write_status(self, status: JobStatus) -> None:
@@ -161,7 +164,9 @@ def state_dir() -> Path:
     if own := os.environ.get("TP_STATE_DIR"):
         return Path(own)
     base = os.environ.get("XDG_STATE_HOME")
-    return Path(base, "tp") if base else Path.home() / ".local" / "state" / "tp"
+    if base:
+        return Path(base, "tp")
+    return Path.home() / ".local" / "state" / "tp"
 
 
 def create_job(request: LaunchRequest) -> DetachedJob:
@@ -341,7 +346,9 @@ def process_identity(pid: int) -> str | None:
     except OSError:
         return _portable_identity(pid)
     is_over = fields[0] in "ZX"  # its parent has not collected it yet
-    return None if is_over else f"{boot}/{fields[19]}"
+    if is_over:
+        return None
+    return f"{boot}/{fields[19]}"
 
 
 def _portable_identity(pid: int) -> str | None:

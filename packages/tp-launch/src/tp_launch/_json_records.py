@@ -62,7 +62,10 @@ def check_fields(kind: type, values: Mapping[str, Any], *, what: str) -> dict[st
         if not _fits(value, hints[field.name]):
             msg = f"{field.name} of {what} must be {_type_name(hints[field.name])}, got {value!r:.80}"
             raise StateError(msg)
-        checked[field.name] = tuple(value) if isinstance(value, list) else value
+        if isinstance(value, list):
+            checked[field.name] = tuple(value)
+        else:
+            checked[field.name] = value
     return checked
 
 
@@ -81,7 +84,9 @@ def _fits(value: object, hint: Any) -> bool:
 
 
 def _type_name(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) else str(hint)
+    if isinstance(hint, type):
+        return hint.__name__
+    return str(hint)
 
 
 def check_time(what: str, value: float) -> None:

@@ -268,7 +268,9 @@ def _process_count(requested: int | str) -> int:
 def _backend(request: LaunchRequest) -> str:
     asks_static = request.node_rank is not None or request.master_addr is not None
     if request.rdzv_backend is None:
-        return "static" if asks_static else "c10d"
+        if asks_static:
+            return "static"
+        return "c10d"
     if request.rdzv_backend == "c10d" and asks_static:
         msg = (
             "--node-rank and --master-addr belong to the static rendezvous, and --rdzv-backend c10d "
@@ -300,7 +302,10 @@ def _endpoint(request: LaunchRequest, *, backend: str, max_nodes: int) -> Endpoi
             )
             raise ConfigError(msg)
         # 29500 is torchrun's default master port.
-        port = 29500 if request.master_port is None else request.master_port
+        if request.master_port is None:
+            port = 29500
+        else:
+            port = request.master_port
         endpoint = parse_endpoint(f"[{host}]:{port}", option="--master-addr and --master-port")
     elif max_nodes == 1:
         return Endpoint("127.0.0.1", 0)  # port 0: the system chooses a free one

@@ -153,7 +153,10 @@ class LocalRun:
         SIGUSR1, a scheduler's warning, is passed on; other signals become SIGTERM.
         """
         # In the handler, before it raises: torch's agent kills the ranks when an exception passes through it.
-        passed_on = signum if signum == signal.SIGUSR1 else signal.SIGTERM
+        if signum == signal.SIGUSR1:
+            passed_on = signum
+        else:
+            passed_on = signal.SIGTERM
         self._watch.signal(passed_on)
         self._wait_for_ends(self._plan.request.grace_s)
         if len(self._watch.deaths()) < len(self._ranks):
@@ -349,7 +352,10 @@ class LocalRun:
 
     def _explain(self, error: Exception) -> str:
         text = str(error).strip() or "no message"
-        cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
+        if error.__cause__ is not None:
+            cause = f" ({error.__cause__})"
+        else:
+            cause = ""
         described = f"{type(error).__name__}: {text}{cause}"
         if self._ranks:
             return (

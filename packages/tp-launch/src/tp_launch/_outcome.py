@@ -106,7 +106,10 @@ def report(outcome: LaunchOutcome) -> None:
     flush_streams()  # the ranks' output comes before the reason
     if outcome.failure is not None:
         whole = not outcome.failure.is_shown or os.environ.get("TP_TRACEBACK") == "full"
-        text = str(outcome.failure) if whole else outcome.failure.brief()
+        if whole:
+            text = str(outcome.failure)
+        else:
+            text = outcome.failure.brief()
         print_to_stderr(text)
     elif outcome.message:
         print_line(outcome.message)
@@ -151,7 +154,9 @@ class RankFailure:
     @property
     def status(self) -> int:
         """The exit status as in a shell, the exit code or 128 + the signal."""
-        return self.code if self.code >= 0 else 128 - self.code
+        if self.code >= 0:
+            return self.code
+        return 128 - self.code
 
     def brief(self) -> str:
         """Return the block without the frames of a traceback, which the rank's own lines have shown."""
@@ -195,7 +200,10 @@ class RankFailure:
         if self.log is not None:
             lines.append(f"  log     {self.log}")
         if text:
-            title = "" if self.is_traceback else "  the end of its stderr:"
+            if self.is_traceback:
+                title = ""
+            else:
+                title = "  the end of its stderr:"
             lines.append(title)
             lines += [f"  {line}".rstrip() for line in text.splitlines()]
         else:
@@ -411,7 +419,10 @@ def account(
             newest = newest or end.saved
     if not ranks:
         return "nothing was saved: no rank had been started"
-    before = "fit has saved no checkpoint before" if newest is None else f"the newest checkpoint is {newest}"
+    if newest is None:
+        before = "fit has saved no checkpoint before"
+    else:
+        before = f"the newest checkpoint is {newest}"
     if killed:
         slow = next(rank for rank in ranks if rank.local_rank in killed)
         how = f"had not ended after {grace_s:g} s and was killed"
@@ -431,4 +442,6 @@ def account(
     else:
         how = f"was ended by {code_name(code)}"
     line = f"nothing was saved by fit: rank {number} {how}"
-    return line if newest is None else f"{line}; {before}"
+    if newest is None:
+        return line
+    return f"{line}; {before}"

@@ -139,7 +139,10 @@ class LogTail:
     def follow(self, path: Path, *, prefix: str, out: StandardStream, drop: str = "") -> None:
         """Show the lines of a file, which need not exist yet, without a leading ``drop``."""
         with self._lock:
-            status = self._status if out is not None and out.isatty() else None
+            if out is not None and out.isatty():
+                status = self._status
+            else:
+                status = None
             self._sources.append(_FollowedLog(path, prefix, out, drop, status))
 
     def stop(self) -> None:

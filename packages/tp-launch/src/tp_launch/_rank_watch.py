@@ -220,7 +220,10 @@ def _ended(pid: int) -> tuple[bool, int | None]:
         return True, None
     if seen is None:
         return False, None
-    status = seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
+    if seen.si_code == os.CLD_EXITED:
+        status = seen.si_status
+    else:
+        status = -seen.si_status
     return True, status
 
 

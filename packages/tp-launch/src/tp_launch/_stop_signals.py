@@ -92,7 +92,10 @@ class StopSignals:
             signal.set_wakeup_fd(self._wake_before)
             os.close(self._write_fd)  # the thread reads the end of the pipe and returns
         for signum, handler in self._before.items():
-            before = handler if handler is not None else signal.SIG_DFL
+            if handler is not None:
+                before = handler
+            else:
+                before = signal.SIG_DFL
             signal.signal(signum, before)
 
     def ignore(self) -> None:

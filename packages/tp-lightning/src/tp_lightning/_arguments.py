@@ -62,7 +62,10 @@ def refuse_arguments(others: Mapping[str, Any], known: Iterable[str]) -> None:
         else:
             names = list(known)
             close = difflib.get_close_matches(name, names, 1)
-            hint = f"; did you mean {close[0]!r}? It has: " if close else "; it has: "
+            if close:
+                hint = f"; did you mean {close[0]!r}? It has: "
+            else:
+                hint = "; it has: "
             hint += ", ".join(names)
         msg = f"this Trainer has no argument {name!r}{hint}"
         raise ConfigError(msg)
@@ -101,7 +104,10 @@ class HardwareArguments:
 
     def _check_devices(self) -> None:
         devices = self.devices
-        wanted = len(devices) if isinstance(devices, list | tuple) else devices
+        if isinstance(devices, list | tuple):
+            wanted = len(devices)
+        else:
+            wanted = devices
         if isinstance(wanted, str):
             wanted = int(wanted) if wanted.isdigit() else -1
         here = self.environment.local_world_size
@@ -112,21 +118,27 @@ class HardwareArguments:
 
     @property
     def _precision_text(self) -> str:
-        return "32" if self.precision is None else str(self.precision)
+        if self.precision is None:
+            return "32"
+        return str(self.precision)
 
     @property
     def tp_backend(self) -> str:
         """The name of tp's backend."""
         if self.backend is not None:
             return self.backend
-        return _STRATEGIES[self.strategy] if self.environment.is_distributed else "single"
+        if self.environment.is_distributed:
+            return _STRATEGIES[self.strategy]
+        return "single"
 
     @property
     def tp_devices(self) -> Any:
         """The devices, as tp's trainer takes them."""
         if self.accelerator == "cpu":
             return "cpu"
-        return "auto" if self.environment.is_distributed else available_devices()[0]
+        if self.environment.is_distributed:
+            return "auto"
+        return available_devices()[0]
 
     @property
     def tp_precision(self) -> Any:
@@ -211,7 +223,9 @@ class BatchArguments:
             return length
         if isinstance(limit, float):
             return int(length * limit)
-        return min(length, limit) if length else limit
+        if length:
+            return min(length, limit)
+        return limit
 
 
 @dataclass(frozen=True, slots=True)

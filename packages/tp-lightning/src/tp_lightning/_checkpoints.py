@@ -38,9 +38,15 @@ class SavingArguments:
         Raises:
             ConfigError: They contradict each other.
         """
-        of_callback = None if callback is None else checkpoints_of(callback)
+        if callback is None:
+            of_callback = None
+        else:
+            of_callback = checkpoints_of(callback)
         if of_callback and (checkpoint is not None or enable_checkpointing is False):
-            argument = "enable_checkpointing=False" if checkpoint is None else "checkpoint="
+            if checkpoint is None:
+                argument = "enable_checkpointing=False"
+            else:
+                argument = "checkpoint="
             msg = f"{argument} and a ModelCheckpoint contradict each other; give one of them"
             raise ConfigError(msg)
         if enable_checkpointing is False:
@@ -78,7 +84,10 @@ class SavingArguments:
             msg = f"ckpt_path={path!r} needs a run's folder: Trainer(checkpoint='run')"
             raise ConfigError(msg)
         folder: Any = getattr(checkpoint, "folder", checkpoint)
-        best = getattr(checkpoint, "best", None) if path == "best" else None
+        if path == "best":
+            best = getattr(checkpoint, "best", None)
+        else:
+            best = None
         return find_checkpoint(folder, best=best, mode=getattr(checkpoint, "mode", "min"))
 
     def name_newest(self) -> None:

@@ -47,7 +47,10 @@ def evaluate(
             run.results.begin(f"on_{word}_epoch_start", None)
             run.hook(f"on_{word}_epoch_start")
             for number, loader in enumerate(prepared):
-                run.results.loader = number if len(prepared) > 1 else None
+                if len(prepared) > 1:
+                    run.results.loader = number
+                else:
+                    run.results.loader = None
                 limit = most
                 if limit is None and run.batches.of(stage) is not None:
                     limit = run.batches.cut(stage, length_of(loader) or 0)

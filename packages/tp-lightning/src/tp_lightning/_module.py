@@ -10,7 +10,9 @@ from tp_core.errors import ConfigError
 
 def call(holder: Any, name: str, *args: Any) -> Any:
     method = getattr(holder, name, None)
-    return method(*args) if callable(method) else None
+    if callable(method):
+        return method(*args)
+    return None
 
 
 def overrides(holder: Any, name: str) -> bool:
@@ -88,7 +90,9 @@ class ModuleData:
             return list(several.values())
         if isinstance(several, list | tuple):
             return list(several)
-        return [] if several is None else [several]
+        if several is None:
+            return []
+        return [several]
 
 
 def length_of(loader: Any) -> int | None:

@@ -81,12 +81,16 @@ class ModuleCalls:
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:  # noqa: ARG002 - both are torch's
         """Return the optimizer, or a list of them."""
         optimizers = self._run.optimizers
-        return optimizers[0] if len(optimizers) == 1 else optimizers
+        if len(optimizers) == 1:
+            return optimizers[0]
+        return optimizers
 
     def lr_schedulers(self) -> Any:
         """Return the scheduler, a list of them, or nothing."""
         schedulers = [schedule.scheduler for schedule in self._run.schedules]
-        return schedulers[0] if len(schedulers) == 1 else schedulers or None
+        if len(schedulers) == 1:
+            return schedulers[0]
+        return schedulers or None
 
     def manual_backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
         """Add the gradients of a loss, averaged over ranks."""
@@ -109,7 +113,10 @@ class ModuleCalls:
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip the gradients of an optimizer's parameters."""
-        limit = self._run.gradients.clip if gradient_clip_val is None else gradient_clip_val
+        if gradient_clip_val is None:
+            limit = self._run.gradients.clip
+        else:
+            limit = gradient_clip_val
         algorithm = gradient_clip_algorithm or self._run.gradients.algorithm
         if not limit:
             return
@@ -128,6 +135,8 @@ class ModuleCalls:
 
         def gathered(value: Any) -> Tensor:
             tensor = torch.as_tensor(value, device=self._run.own.device)[None]
-            return self._run.own.all_gather(tensor) if sync_grads else self._run.session.gather(tensor)
+            if sync_grads:
+                return self._run.own.all_gather(tensor)
+            return self._run.session.gather(tensor)
 
         return tree_map(gathered, data)

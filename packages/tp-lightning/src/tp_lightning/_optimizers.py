@@ -28,7 +28,10 @@ def configured(returned: Any) -> tuple[list[Optimizer], list[LearningRateSchedul
     if isinstance(returned, Optimizer):
         return [returned], []
     if isinstance(returned, Mapping) and "optimizer" in returned:
-        schedulers = [returned["lr_scheduler"]] if returned.get("lr_scheduler") is not None else []
+        if returned.get("lr_scheduler") is not None:
+            schedulers = [returned["lr_scheduler"]]
+        else:
+            schedulers = []
         return [returned["optimizer"]], [_make_schedule(s, returned.get("monitor")) for s in schedulers]
     if isinstance(returned, list | tuple) and returned:
         if all(isinstance(item, Optimizer) for item in returned):
@@ -46,7 +49,10 @@ def configured(returned: Any) -> tuple[list[Optimizer], list[LearningRateSchedul
 
 
 def _make_schedule(schedule: Any, monitor: str | None = None) -> LearningRateSchedule:
-    fields = dict(schedule) if isinstance(schedule, Mapping) else {"scheduler": schedule}
+    if isinstance(schedule, Mapping):
+        fields = dict(schedule)
+    else:
+        fields = {"scheduler": schedule}
     plateau = fields.pop("reduce_on_plateau", isinstance(fields["scheduler"], ReduceLROnPlateau))
     fields.setdefault("monitor", monitor)
     unknown = fields.keys() - set(LearningRateSchedule.__slots__)

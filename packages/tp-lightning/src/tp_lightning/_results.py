@@ -75,23 +75,33 @@ class LoggedResults:
             number = value.detach().float()
         if on_epoch:
             if reduction in ("min", "max"):
-                pick = torch.minimum if reduction == "min" else torch.maximum
-                logged.total = number if not logged.weight else pick(torch.as_tensor(logged.total), number)
+                if reduction == "min":
+                    pick = torch.minimum
+                else:
+                    pick = torch.maximum
+                if not logged.weight:
+                    logged.total = number
+                else:
+                    logged.total = pick(torch.as_tensor(logged.total), number)
                 logged.weight = 1.0
             else:
                 if reduction == "sum":
                     count = 1.0
                 elif weight is not None:
                     count = weight
+                elif self._batch is None:
+                    count = 1.0
                 else:
-                    count = 1.0 if self._batch is None else float(count_samples(self._batch))
+                    count = float(count_samples(self._batch))
                 logged.total = logged.total + number * count
                 logged.weight += count
         if on_step:
             self.newest[name] = number
             if logged.forked:
                 self.newest[forked_name(name, "step")] = number
-        return number if on_step or stage == "train" else None
+        if on_step or stage == "train":
+            return number
+        return None
 
     def finish(self, stage: str, session: Any) -> dict[str, Tensor]:
         """Return the values of an epoch, over all ranks, and forget them.
@@ -131,4 +141,6 @@ def _joined(parts: Sequence[tuple[str, float, float]]) -> float:
         extreme = min if reduction == "min" else max
         return extreme(total for _, total, _ in parts)
     total, weight = sum(p[1] for p in parts), sum(p[2] for p in parts)
-    return total if reduction == "sum" else total / weight
+    if reduction == "sum":
+        return total
+    return total / weight

@@ -58,7 +58,9 @@ class ModuleRun:
     @property
     def current_epoch(self) -> int:
         """The current epoch, from 0."""
-        return 0 if self.loop is None else self.loop.epoch - 1
+        if self.loop is None:
+            return 0
+        return self.loop.epoch - 1
 
     @property
     def is_automatic(self) -> bool:

@@ -244,8 +244,14 @@ class Trainer:
     def estimated_stepping_batches(self) -> float:
         """The number of optimizer steps of the run."""
         steps = math.ceil(self.num_training_batches / self.accumulate_grad_batches)
-        epochs = math.inf if self._length.epochs is None else self._length.epochs
-        most = math.inf if self._length.steps is None else self._length.steps
+        if self._length.epochs is None:
+            epochs = math.inf
+        else:
+            epochs = self._length.epochs
+        if self._length.steps is None:
+            most = math.inf
+        else:
+            most = self._length.steps
         return min(steps * epochs, most)
 
     @property
@@ -438,7 +444,9 @@ class Trainer:
             self._prepare_for(model, ckpt_path)
             outputs: list[Any] = []
             evaluate(self._run, "predict", loaders, outputs.append)
-        return outputs if return_predictions else None
+        if return_predictions:
+            return outputs
+        return None
 
     def save_checkpoint(self, filepath: Any, weights_only: bool = False) -> None:  # noqa: ARG002 - always the weights
         """Write the weights and hyperparameters, as ``load_from_checkpoint`` of the module reads them.
@@ -466,10 +474,16 @@ class Trainer:
         self, stage: Stage, model: Any, dataloaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
     ) -> list[dict[str, float]]:
         model = self._model_of(model)
-        step = "validation_step" if stage == "validate" else "test_step"
+        if stage == "validate":
+            step = "validation_step"
+        else:
+            step = "test_step"
         check_module(model, (step,))
         with self._attached(model, dataloaders, datamodule, stage) as data:
-            name = "val_dataloader" if stage == "validate" else "test_dataloader"
+            if stage == "validate":
+                name = "val_dataloader"
+            else:
+                name = "test_dataloader"
             loaders = data.loaders(name, dataloaders)
             self._prepare_for(model, ckpt_path)
             logged = evaluate(self._run, stage, loaders)
@@ -556,7 +570,9 @@ class Trainer:
         if model is None and self.model is None:
             msg = "give the module: trainer.test(model), or fit() one before"
             raise ConfigError(msg)
-        return self.model if model is None else model
+        if model is None:
+            return self.model
+        return model
 
     def _prepare_for(self, model: Any, ckpt_path: Any) -> None:
         """Prepare a module for an evaluation, with the weights of a checkpoint."""

@@ -93,7 +93,10 @@ class ModuleTraining:
         run = self._run
         state: dict[str, Any] = {"model": run.prepared, "module": ModuleState(run)}
         for i, optimizer in enumerate(run.optimizers):
-            name = "optimizer" if len(run.optimizers) == 1 else f"optimizer_{i}"
+            if len(run.optimizers) == 1:
+                name = "optimizer"
+            else:
+                name = f"optimizer_{i}"
             state[name] = optimizer
         for i, schedule in enumerate(run.schedules):
             state[f"scheduler_{i}"] = schedule.scheduler
@@ -174,7 +177,10 @@ class ModuleTraining:
             quiet: AbstractContextManager[None] = nullcontext() if loop.ends_step else own.no_sync(model)
             with quiet:
                 output = own.run(lambda m, b: call_step(m, "training_step", b, index), model, batch)
-                loss = output["loss"] if isinstance(output, Mapping) else output
+                if isinstance(output, Mapping):
+                    loss = output["loss"]
+                else:
+                    loss = output
                 if not isinstance(loss, Tensor):
                     msg = (
                         f"training_step() has returned {type(output).__name__}; return the loss, or a dict "
@@ -214,7 +220,10 @@ class ModuleTraining:
             self._run.hook("on_before_optimizer_step", optimizer)
             clip = run.gradients.clip
             if clip and not overrides(model, "configure_gradient_clipping"):
-                name = "clip_value" if run.gradients.algorithm == "value" else "clip_norm"
+                if run.gradients.algorithm == "value":
+                    name = "clip_value"
+                else:
+                    name = "clip_norm"
                 own.update(model, optimizer, **{name: clip})
             else:
                 self._clip(optimizer)

@@ -84,7 +84,10 @@ class _StageForward:
         self._staged, self._plan, self._stage = staged, plan, stage
         self._received, self._seed, self._device = received, seed, device
         self._next_call = 0
-        self._last_call = plan.last_call(stage) if stage < plan.stages - 1 else len(plan.calls)
+        if stage < plan.stages - 1:
+            self._last_call = plan.last_call(stage)
+        else:
+            self._last_call = len(plan.calls)
         self._wanted = {origin for origin in plan.sends[stage] if origin not in received}
 
     def call(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -94,9 +97,15 @@ class _StageForward:
             StepError: The step calls another unit than on stand-ins.
         """
         plan, number = self._plan, self._next_call
-        expected = plan.calls[number].unit if number < len(plan.calls) else None
+        if number < len(plan.calls):
+            expected = plan.calls[number].unit
+        else:
+            expected = None
         if name != expected:
-            planned = "no block" if expected is None else repr(expected)
+            if expected is None:
+                planned = "no block"
+            else:
+                planned = repr(expected)
             msg = (
                 f"the step calls {name!r} where it called {planned} when backend 'pipeline' ran it on "
                 "stand-ins: which blocks run, and in which order, must not depend on the numbers of the batch"
@@ -338,7 +347,9 @@ class BatchRun:
 
     def spans(self) -> list[tuple[StageWork, float, float]]:
         """Return what was computed, with the times at which it began and ended, if they were noted."""
-        return [] if self._times is None else self._times.spans()
+        if self._times is None:
+            return []
+        return self._times.spans()
 
     def _wait(self, requests: Sequence[Any], what: str, work: StageWork, stage: int) -> None:
         """Wait for tensors that come from the rank of a stage; what is timed begins when they are here."""
@@ -377,7 +388,10 @@ class BatchRun:
             return
         ends = []
         for origin in plan.sends[stage]:
-            tensor = state.leaves[origin] if origin in state.leaves else forward.made[origin]
+            if origin in state.leaves:
+                tensor = state.leaves[origin]
+            else:
+                tensor = forward.made[origin]
             _check_as_expected(origin, tensor, plan)
             ends.append(tensor)
         state.ends = ends  # all of them or none: after an error the next stage gets zeros
@@ -528,7 +542,10 @@ class BatchRun:
         gradients = []
         for origin in self._differentiated(stage - 1, part):
             leaf = leaves[origin]
-            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            if leaf.grad is None:
+                gradient = torch.zeros_like(leaf)
+            else:
+                gradient = leaf.grad
             gradients.append(gradient)
         if self._exchange.rank_of(stage - 1) == self._exchange.me:
             self._states[stage - 1, part].gradients = PendingTensors([], gradients)
@@ -545,7 +562,9 @@ class BatchRun:
 
 
 def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.detach()
+    return value
 
 
 def _weigh(output: Any, samples: int, *, is_sum: bool) -> tuple[Tensor, float]:

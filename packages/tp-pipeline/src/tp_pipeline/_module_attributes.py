@@ -118,7 +118,9 @@ def _has_changed(
     if isinstance(now, Tensor):
         if not _has_numbers(now):
             return False
-        return is_written(now) if now is value else is_kept(now)
+        if now is value:
+            return is_written(now)
+        return is_kept(now)
     if isinstance(now, torch.Generator):
         return now is not value or not torch.equal(now.get_state(), copied)
     if isinstance(now, _SEQUENCES) and isinstance(value, _SEQUENCES):

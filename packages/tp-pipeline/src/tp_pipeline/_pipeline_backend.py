@@ -72,7 +72,9 @@ class PipelineBackend(RanksBackend[PipelineOptions]):
             group = weights.estimate_memory(replace(inner, footprint=footprint, environment=environment))
         except ModelError:  # without blocks that repeat, the tensors are those that the user has split
             return need
-        return None if group is None else with_split_tensors(need, group, of_group)
+        if group is None:
+            return None
+        return with_split_tensors(need, group, of_group)
 
     def layouts(self, job: Job) -> Iterable[Layout]:
         """Yield numbers of ranks that hold a model together, schedules, and numbers of micro-batches.

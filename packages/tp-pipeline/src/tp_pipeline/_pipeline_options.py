@@ -31,7 +31,9 @@ V_SCHEDULES = frozenset({"ZBVZeroBubble", "DualPipeV"})
 
 def default_depth(schedule: str) -> int:
     """Return the number of stages of each rank, where the options do not say it."""
-    return 1 if schedule in _ONE_STAGE else 2
+    if schedule in _ONE_STAGE:
+        return 1
+    return 2
 
 
 @explain_init

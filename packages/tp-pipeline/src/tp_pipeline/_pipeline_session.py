@@ -141,7 +141,10 @@ class PipelineSession(ProcessGroupSession):
         if options.trace is not None and self.rank == 0:
             self._trace = BatchTrace(options.trace)
         # About what the loss was last multiplied by, on which half precision's gradients depend.
-        self._scale = 2.0**16 if job.precision == "fp16-mixed" else 1.0
+        if job.precision == "fp16-mixed":
+            self._scale = 2.0**16
+        else:
+            self._scale = 1.0
 
     def _join(self, job: Job, options: PipelineOptions, ranks: int) -> PipelineRanks:
         """Join the process group, and form the groups of ranks with whole tensors."""
@@ -363,7 +366,10 @@ class PipelineSession(ProcessGroupSession):
         planned = self._plan(staged, step, batch)
         learns = torch.is_grad_enabled() and all(plan.has_loss for plan in planned.plans)
         trained = staged.trained()
-        seed = int(torch.randint(2**62, ())) if learns else self.job.seed
+        if learns:
+            seed = int(torch.randint(2**62, ()))
+        else:
+            seed = self.job.seed
         run = BatchRun(
             planned,
             staged,
@@ -375,7 +381,10 @@ class PipelineSession(ProcessGroupSession):
             is_timed=self.options.trace is not None,
         )
         number = len(planned.parts)
-        orders = self.orders.learning(number) if learns else self.orders.forwards(number)
+        if learns:
+            orders = self.orders.learning(number)
+        else:
+            orders = self.orders.forwards(number)
         before = {name: parameter.grad for name, parameter in trained.items()}
         gradients: dict[str, Tensor] = {}
         self._is_in_step = True
@@ -408,7 +417,10 @@ class PipelineSession(ProcessGroupSession):
         learns = torch.is_grad_enabled()
         # In evaluation a data rank may have no batch, and does not come here.
         all_come = learns or self._rows is not None
-        agreeing = self._agreeing if all_come and not staged.is_agreed else None
+        if all_come and not staged.is_agreed:
+            agreeing = self._agreeing
+        else:
+            agreeing = None
         try:
             is_first = learns and not staged.is_planned
             parts = split_batch(
@@ -504,7 +516,10 @@ class PipelineSession(ProcessGroupSession):
 
     def _with_gradients(self, output: StepOutput, pending: PendingGradients) -> StepOutput:
         """Return an output whose loss adds gradients: see Note [how gradients of stages are counted], 3."""
-        loss = output["loss"] if isinstance(output, Mapping) else output
+        if isinstance(output, Mapping):
+            loss = output["loss"]
+        else:
+            loss = output
         anchor = torch.zeros((), dtype=loss.dtype, device=self.device, requires_grad=True)
         # After hooks of a leaf, by which the loss of a stand-in counts nothing.
         anchor.register_post_accumulate_grad_hook(partial(self._add, pending))
@@ -624,10 +639,15 @@ class PipelineSession(ProcessGroupSession):
         if not isinstance(value, TensorSlice):
             for model in self._staged:
                 staged = self._staged.get(model)
-                placement = None if staged is None else staged.placement_of(parameter)
+                if staged is None:
+                    placement = None
+                else:
+                    placement = staged.placement_of(parameter)
                 if staged is not None and placement is not None:
                     return staged.slice_of(placement, parameter, value)
-        return value if self._inner is None else self._inner.as_slice(parameter, value)
+        if self._inner is None:
+            return value
+        return self._inner.as_slice(parameter, value)
 
     def model_state(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the whole model's state on every rank, with the names of the user's own module.
@@ -669,7 +689,10 @@ class PipelineSession(ProcessGroupSession):
 
 def _choose_options(options: PipelineOptions, job: Job, ranks: int) -> PipelineOptions:
     """Return the options with a schedule in place of "auto"."""
-    blocks = ranks if job.model is None else len(find_units(job.model, None)[1])
+    if job.model is None:
+        blocks = ranks
+    else:
+        blocks = len(find_units(job.model, None)[1])
     names = [name for name in get_args(ScheduleName) if name != "auto"]
     name, reason = choose_schedule(names, ranks, options.microbatches or 4 * ranks, blocks)
     log.info("schedule %s: %s", name, reason)

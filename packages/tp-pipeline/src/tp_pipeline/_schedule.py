@@ -108,7 +108,10 @@ def _inputs_of(work: StageWork, last_stage: int, ended: Mapping[StageWork, float
     if stage < last_stage:
         # The next stage has the gradients of its inputs from either kind of backward.
         inputs_alone = StageWork("I", stage + 1, part)
-        backward = inputs_alone if inputs_alone in ended else StageWork("B", stage + 1, part)
+        if inputs_alone in ended:
+            backward = inputs_alone
+        else:
+            backward = StageWork("B", stage + 1, part)
         inputs.append(backward)
     return inputs
 
@@ -271,7 +274,10 @@ class Orders:
                 submod=nn.Identity(),
             )
             stages.append(described)
-        own = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
+        if issubclass(kind, PipelineScheduleMulti):
+            own = stages
+        else:
+            own = stages[0]
         schedule = kind(own, parts)
         return {rank: list(order) for rank, order in schedule.pipeline_order.items()}
 

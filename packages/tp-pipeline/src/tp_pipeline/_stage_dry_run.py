@@ -158,7 +158,9 @@ def own_batch(batch: Any, *, clones: bool) -> Any:
     """
 
     def unbox(box: _Box) -> Any:
-        return box.leaf.clone() if clones and isinstance(box.leaf, Tensor) else box.leaf
+        if clones and isinstance(box.leaf, Tensor):
+            return box.leaf.clone()
+        return box.leaf
 
     return tree_map(unbox, tree_map(_Box, batch))
 
@@ -180,7 +182,9 @@ def _describe(output: Any, arguments: Sequence[Any]) -> UnitOutput | None:
         return value
 
     structure = tree_map(describe, output)
-    return UnitOutput(structure, specs) if is_plain else None
+    if is_plain:
+        return UnitOutput(structure, specs)
+    return None
 
 
 # -- Conversions of modules ---------------------------------------------------------------------------
@@ -349,7 +353,10 @@ class StageDryRun:
             return self._has_written(buffer)
         if key not in module._non_persistent_buffers_set:  # private, and the only one to say so
             return True
-        follows = frozenset[int]() if now is None else self.follows.get(_address_of(now), frozenset())
+        if now is None:
+            follows = frozenset[int]()
+        else:
+            follows = self.follows.get(_address_of(now), frozenset())
         return _BATCH in follows or address in follows
 
     def _has_changed(self, name: str) -> bool:
@@ -359,7 +366,10 @@ class StageDryRun:
         if self.model.get_submodule(prefix)._parameters.get(key) is not stand_in:
             return True
         numbers = self._random_of.get(address)  # which glue, and units that decide by numbers, have for it
-        written = [address] if numbers is None else [address, _address_of(numbers)]
+        if numbers is None:
+            written = [address]
+        else:
+            written = [address, _address_of(numbers)]
         is_replaced = address in self._replaced or _address_of(stand_in) != address
         return is_replaced or not self.written.isdisjoint(written)
 
@@ -672,7 +682,9 @@ class _OriginTracker(TorchDispatchMode):
                         run.written.add(_address_of(tensor))
 
     def _with_numbers(self, value: Any) -> Any:
-        return self._run.numbers_for(value) if isinstance(value, FakeTensor) else value
+        if isinstance(value, FakeTensor):
+            return self._run.numbers_for(value)
+        return value
 
     def resolve(self, origins: set[Origin], inputs: list[Tensor], call: int | None = None) -> set[Origin]:
         """Replace what was made within another unit by the module there that has returned it.
@@ -723,7 +735,9 @@ def exchange_nothing(func: Any, args: Sequence[Any]) -> Any:
     Those that it fills are among its arguments.
     """
     done = FakeWork().boxed()
-    return done if len(func._schema.returns) == 1 else (args[0], done)
+    if len(func._schema.returns) == 1:
+        return done
+    return (args[0], done)
 
 
 def _address_of(tensor: Tensor) -> int:

@@ -189,7 +189,10 @@ def sum_over_stages(
         placement = staged.placements[name]
         gradient = own.get(name)
         if gradient is None:
-            shape = placement.shape if placement.is_sharded else parameter.shape
+            if placement.is_sharded:
+                shape = placement.shape
+            else:
+                shape = parameter.shape
             gradient = parameter.new_zeros(shape)
         if len(placement.places) > 1 and ranks.place in placement.places:
             gradient = _sum_over_places(gradient.contiguous(), placement.places, ranks)

@@ -108,7 +108,10 @@ def with_split_tensors(need: MemoryNeed, group: MemoryNeed, footprint: Footprint
     """
     part = group.weights / max(1, footprint.weights)
     kept = (group.activations or 0) / max(1, footprint.activations or 0)
-    activations = None if need.activations is None else int(min(1.0, kept) * need.activations)
+    if need.activations is None:
+        activations = None
+    else:
+        activations = int(min(1.0, kept) * need.activations)
     return replace(
         need,
         weights=int(part * need.weights),
@@ -246,7 +249,10 @@ def _need(
     weights, gradients = _nbytes(job, own), _nbytes(job, own, trained=True)
     part = gradients / max(1, footprint.gradients) / shared
     optimizer = int(footprint.optimizer_nbytes * part)
-    parameters = [] if job.model is None else list(job.model.parameters())
+    if job.model is None:
+        parameters = []
+    else:
+        parameters = list(job.model.parameters())
     here = _parameters(own)
 
     updated = part

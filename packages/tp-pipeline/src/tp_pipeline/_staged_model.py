@@ -196,7 +196,9 @@ class StagedModel:
     def placement_of(self, tensor: Tensor) -> Placement | None:
         """Return where a tensor is; ``None`` for one that no stage has for itself."""
         name = self._names.get(tensor)
-        return None if name is None else self.placements[name]
+        if name is None:
+            return None
+        return self.placements[name]
 
     def has(self, name: str) -> bool:
         """Return whether this rank has a parameter."""
@@ -582,7 +584,9 @@ class StagedModel:
         is_here = self._ranks.place in placement.places
         is_everywhere = self.is_everywhere(placement)
         if placement.is_buffer and not is_everywhere:
-            return _whole_slice(value, value.shape) if is_here else TensorSlice(tuple(value.shape), [])
+            if is_here:
+                return _whole_slice(value, value.shape)
+            return TensorSlice(tuple(value.shape), [])
         if self._inner is not None:
             if not is_here:
                 return TensorSlice(tuple(placement.whole_shape), [])
@@ -616,7 +620,10 @@ class StagedModel:
             elif self.is_everywhere(placement) and not placement.is_sharded:
                 parts[name] = value.detach()
             else:
-                shape = value.shape if placement.is_buffer else placement.shape
+                if placement.is_buffer:
+                    shape = value.shape
+                else:
+                    shape = placement.shape
                 rows = self._rows if placement.is_sharded else None
                 gather = partial(self._broadcast, value.detach(), shape, placement.places[0], rows)
                 parts[name] = _deferred(shape, value.dtype, gather)
@@ -640,7 +647,10 @@ class StagedModel:
         is_source = self._ranks.place == source
         if rows is not None and is_source:
             (local,) = rows.gather([local], [shape])
-        whole = local.contiguous() if is_source else local.new_empty(shape)
+        if is_source:
+            whole = local.contiguous()
+        else:
+            whole = local.new_empty(shape)
         raw = whole.view(-1).view(torch.uint8)
         if raw.numel():
             dist.broadcast(raw, group_src=source, group=self._ranks.group)
@@ -683,7 +693,9 @@ def _whole_slice(value: Tensor, shape: torch.Size) -> TensorSlice:
 
 def _without_memory(value: Any) -> Any:
     """Return a tensor without memory for one that has dimensions; other values as they are."""
-    return value.to("meta") if isinstance(value, Tensor) and value.dim() else value
+    if isinstance(value, Tensor) and value.dim():
+        return value.to("meta")
+    return value
 
 
 def _without_rows(tensor: Tensor) -> Tensor:
@@ -729,7 +741,10 @@ def _modes(model: nn.Module, device: torch.device) -> tuple[object, ...]:
 
 def _form_of(batch: Any) -> tuple[object, object]:
     """Return the structure of a batch with the shapes and dtypes of tensors, and all other values."""
-    names = tuple(map(str, batch)) if isinstance(batch, Mapping) else ()
+    if isinstance(batch, Mapping):
+        names = tuple(map(str, batch))
+    else:
+        names = ()
     leaves: list[object] = []
     values: list[object] = []
     for leaf in tree_leaves(batch):

@@ -51,7 +51,10 @@ class TensorPieces:
             own = dict(self._views(parameter, parameter.data))
         for rank in senders:
             for start, shape in self.of_ranks[rank]:
-                piece = own[start].contiguous() if rank == me else parameter.new_empty(shape)
+                if rank == me:
+                    piece = own[start].contiguous()
+                else:
+                    piece = parameter.new_empty(shape)
                 dist.broadcast(piece, group_src=rank, group=group)
                 whole[_region(start, shape)] = piece
         return whole

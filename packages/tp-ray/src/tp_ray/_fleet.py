@@ -126,7 +126,11 @@ class RayFleet(Fleet):
         settings = self._settings
         needs = needs_of(self.devices[worker], settings.resources or {})
         kind, _, _ = self.devices[worker].partition(":")
-        device = f"{kind}:0" if is_counted_by_ray(kind) else self.devices[worker]  # its own are all it sees
+        # its own are all it sees
+        if is_counted_by_ray(kind):
+            device = f"{kind}:0"
+        else:
+            device = self.devices[worker]
         options = actor_options(self._ray, needs, self._group, worker, settings.env)
         actor = self._ray.remote(RayWorker).options(max_concurrency=1, **options)
         surroundings = Surroundings.for_another_machine(settings.env)
@@ -138,7 +142,9 @@ class RayFleet(Fleet):
         self._lost.discard(worker)
 
     def where(self, worker: int) -> str:
-        return self._nodes.get(worker, "") if worker in self._actors else ""
+        if worker in self._actors:
+            return self._nodes.get(worker, "")
+        return ""
 
     def _scale(self) -> None:
         busy = {sent.worker for sent in self._inflight.values()}
@@ -168,7 +174,9 @@ class RayFleet(Fleet):
             ended = self._ray.get(reference)
         handle_records(ended.records)
         self._endings[worker].append(loads_exit_result(ended.returned))
-        return [(worker, pickle.loads(ended.failure))] if ended.failure else []
+        if ended.failure:
+            return [(worker, pickle.loads(ended.failure))]
+        return []
 
     def revive(self, worker: int) -> None:
         try:
@@ -203,10 +211,16 @@ class RayFleet(Fleet):
         deadline = time.monotonic() + min(limits) if limits else None
         if self._starting:
             late = min(self._deadlines[worker] for worker in self._starting.values())
-            deadline = late if deadline is None else min(deadline, late)
+            if deadline is None:
+                deadline = late
+            else:
+                deadline = min(deadline, late)
         while not self._woken.is_set():
             references = [*self._starting, *self._inflight]
-            left_s = WAKE_S if deadline is None else min(WAKE_S, deadline - time.monotonic())
+            if deadline is None:
+                left_s = WAKE_S
+            else:
+                left_s = min(WAKE_S, deadline - time.monotonic())
             if left_s <= 0:
                 break
             if references:

@@ -25,7 +25,9 @@ class Scaling:
     @property
     def interval_s(self) -> float | None:
         """The time between two decisions; ``None`` where there is nothing to decide."""
-        return GROW_S if self.fewest < self._most else None
+        if self.fewest < self._most:
+            return GROW_S
+        return None
 
     def worker_to_start(
         self, running: Collection[int], busy: Collection[int], lost: Collection[int]

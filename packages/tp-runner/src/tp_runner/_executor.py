@@ -238,7 +238,9 @@ def _backend() -> Any:
                 raise ValueError(msg)
             if n_jobs is None:
                 return 1
-            return n_jobs if n_jobs > 0 else max(1, available_cores() + 1 + n_jobs)
+            if n_jobs > 0:
+                return n_jobs
+            return max(1, available_cores() + 1 + n_jobs)
 
         def configure(self, n_jobs: int = 1, parallel: Any = None, **options: Any) -> int:
             """Start the workers; a single one is the caller, as with joblib's own backends."""

@@ -140,11 +140,10 @@ class Pipeline:
         n_workers: int | None,
         name: str,
     ) -> Self:
-        own = (
-            None
-            if devices is None and n_workers is None
-            else worker_devices(self._engine, devices, n_workers)
-        )
+        if devices is None and n_workers is None:
+            own = None
+        else:
+            own = worker_devices(self._engine, devices, n_workers)
         name = name or getattr(function, "__name__", type(function).__name__)
         longer = copy.copy(self)
         longer._stages = [*self._stages, Stage(name, kind, function, init, batching, own)]

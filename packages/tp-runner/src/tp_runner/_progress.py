@@ -39,7 +39,10 @@ def with_progress(
     before = pool.stats()
     n_items, shown_at = 0, began
     period_s = NOTEBOOK_PERIOD_S if in_notebook() else PERIOD_S
-    bar = _notebook_bar(total) if in_notebook() else _terminal_bar(total)
+    if in_notebook():
+        bar = _notebook_bar(total)
+    else:
+        bar = _terminal_bar(total)
     with bar as show:
 
         def show_now() -> None:

@@ -43,7 +43,9 @@ class WorkerStats:
     def utilization(self) -> float:
         """The share of its time that it worked, from 0 to 1."""
         whole = self.waiting_s + self.working_s + self.sending_s
-        return self.working_s / whole if whole else 0.0
+        if whole:
+            return self.working_s / whole
+        return 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,9 @@ class RunnerStats:
     @property
     def rate(self) -> float:
         """Results per second, on average since the workers were started."""
-        return self.delivered / self.elapsed_s if self.elapsed_s else 0.0
+        if self.elapsed_s:
+            return self.delivered / self.elapsed_s
+        return 0.0
 
     def __str__(self) -> str:
         head = f"{self.delivered} results in {self.elapsed_s:.2f} s ({self.rate:.1f}/s)"

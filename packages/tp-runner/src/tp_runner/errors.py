@@ -70,10 +70,15 @@ class ItemError(TpError):
 
     def __str__(self) -> str:
         # Not the `__str__` of KeyError or OSError, which an error may be, too: they print other text.
-        return str(self.args[0]) if self.args else ""
+        if self.args:
+            return str(self.args[0])
+        return ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        kind = type(self) if self.original_type is None else type(self).__mro__[1]
+        if self.original_type is None:
+            kind = type(self)
+        else:
+            kind = type(self).__mro__[1]
         exceptions = getattr(self, "exceptions", ())  # of a group
         return rebuild_error, (kind, self.original_type, self.args, self.__dict__, exceptions)
 

@@ -64,7 +64,9 @@ class ShardOptions:
 
         if isinstance(self.data, FullyShardOptions):
             return self.data
-        return FullyShardOptions() if self.data == "fsdp" else None
+        if self.data == "fsdp":
+            return FullyShardOptions()
+        return None
 
 
 class ShardBackend(RanksBackend[ShardOptions]):
@@ -96,7 +98,10 @@ class ShardBackend(RanksBackend[ShardOptions]):
         options = self._fully_sharded(job)
         if options is None:
             return ""
-        units = "" if job.model is None else f", {find_units(job.model, options.units)}"
+        if job.model is None:
+            units = ""
+        else:
+            units = f", {find_units(job.model, options.units)}"
         return f"; shards are fully sharded over the copies{units}"
 
     def estimate_memory(self, job: Job) -> MemoryNeed | None:

@@ -46,7 +46,10 @@ def verify_command(
     with redirect_stdout(sys.stderr):  # what the user's code prints is not part of the report
         how: Literal["auto", "hf"] = "hf" if propose == "hf" else "auto"
         report = _verified(builder, ranks, how)
-    text = json.dumps(report.to_dict(), indent=2, allow_nan=False) if as_json else str(report)
+    if as_json:
+        text = json.dumps(report.to_dict(), indent=2, allow_nan=False)
+    else:
+        text = str(report)
     typer.echo(text)
     status = 0 if report.ok else 1
     raise typer.Exit(status)

@@ -78,7 +78,9 @@ def _is_writer() -> bool:
 
 
 def _ownership(folder: Path) -> AbstractContextManager[object]:
-    return Ownership(folder, is_folder=True) if _is_writer() else nullcontext()
+    if _is_writer():
+        return Ownership(folder, is_folder=True)
+    return nullcontext()
 
 
 def _delete_digests(folder: Path) -> None:
@@ -235,7 +237,10 @@ def _whole_infos(model: nn.Module, state: Mapping[str, Tensor], prefix: str) -> 
             msg = f"{name} has type {tensor.dtype}, which a safetensors file cannot hold"
             raise StateError(msg)
         shard = table.get(name)
-        shape = tuple(tensor.shape) if shard is None else shard.full_shape
+        if shard is None:
+            shape = tuple(tensor.shape)
+        else:
+            shape = shard.full_shape
         infos[prefix + plain_name(name)] = TensorInfo(shape, tensor.dtype)
     return infos
 
@@ -325,7 +330,10 @@ def _names(
             )
             raise StateError(msg)
         shard = table.get(own[0])
-        shape = tuple(tensor.shape) if shard is None else shard.full_shape
+        if shard is None:
+            shape = tuple(tensor.shape)
+        else:
+            shape = shard.full_shape
         if files.infos[stored_name].shape != shape:
             msg = f"{files.path} has {stored_name!r} of shape {files.infos[stored_name].shape}, not {shape}"
             raise StateError(msg)
@@ -335,14 +343,19 @@ def _names(
         result.append((tensor, stored_name))
     extra = [name for name in files.infos if name not in known]
     if strict and extra:
-        more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
+        if len(extra) > 1:
+            more = f" (and {len(extra) - 1} more)"
+        else:
+            more = ""
         msg = f"{files.path} has {extra[0]!r}{more}, which the model lacks; strict=False leaves it out"
         raise StateError(msg)
     return result
 
 
 def _with_memory(tensor: Tensor, device: torch.device | str | None) -> Tensor:
-    return torch.empty_like(tensor, device=device or "cpu") if tensor.is_meta else tensor.detach()
+    if tensor.is_meta:
+        return torch.empty_like(tensor, device=device or "cpu")
+    return tensor.detach()
 
 
 def _slice(target: Tensor, shard: Shard | None) -> Tensor | TensorSlice:
@@ -408,4 +421,6 @@ def _make_buffers(model: nn.Module, device: torch.device | str | None) -> None:
 def _sentinel(dtype: torch.dtype) -> float:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
-    return -1 if dtype.is_signed else 1
+    if dtype.is_signed:
+        return -1
+    return 1

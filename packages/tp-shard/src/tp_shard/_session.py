@@ -139,7 +139,9 @@ class ShardSession(ProcessGroupSession):
         Collectives: those of `gather_shard`, and of a DTensor an all-gather.
         """
         shard = self._shards.get(id(parameter))
-        return whole(value) if shard is None else gather_shard("a parameter", value, shard, to="all")
+        if shard is None:
+            return whole(value)
+        return gather_shard("a parameter", value, shard, to="all")
 
     def run(self, step: Callable[[nn.Module, Any], StepOutput], model: nn.Module, batch: Any) -> StepOutput:
         """Run the step on the batch of this rank's copy.
@@ -214,7 +216,10 @@ class ShardSession(ProcessGroupSession):
         parts: dict[str, Tensor] = {}
         for name, value in plain.state_dict().items():
             shard = table.get(name)
-            parts[name] = value if shard is None else _whole_later(name, value, shard)
+            if shard is None:
+                parts[name] = value
+            else:
+                parts[name] = _whole_later(name, value, shard)
         return plain_state(parts)
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:

@@ -185,7 +185,9 @@ def tensor_dim(parallel_dim: int, order_type: int, ndim: int) -> int:
         return 0
     if order_type == 1:
         return parallel_dim % ndim
-    return 1 if parallel_dim == 0 else 0
+    if parallel_dim == 0:
+        return 1
+    return 0
 
 
 def check_dim(parallel_dim: object) -> None:
@@ -540,7 +542,10 @@ def slice_of(value: Tensor | TensorSlice, shard: Shard | None, *, own: bool = Fa
     """
     if shard is None:
         return value
-    parts = value.parts if isinstance(value, TensorSlice) else [((0,) * value.dim(), value)]
+    if isinstance(value, TensorSlice):
+        parts = value.parts
+    else:
+        parts = [((0,) * value.dim(), value)]
     whole = shard.split.full_shape(tuple(value.shape))
     return TensorSlice(whole, parts_of_whole(parts, shard.split, shard.group.rank, own=own))
 

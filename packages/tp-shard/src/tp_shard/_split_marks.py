@@ -193,7 +193,9 @@ class _Operators(TorchDispatchMode):
 
     def get(self, tensor: Tensor) -> SplitMark | None:
         key = _key(tensor)
-        return None if key is None else self._marks.get(key)
+        if key is None:
+            return None
+        return self._marks.get(key)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -286,7 +288,10 @@ def _digest(tensor: Tensor) -> Tensor | None:
     """Return a number that differs where an element does, in all likelihood."""
     if tensor.is_meta or not tensor.numel():
         return None
-    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if tensor.is_complex():
+        values = torch.view_as_real(tensor)
+    else:
+        values = tensor
     flat = values.detach().to_dense().double().nan_to_num(0.0, 0.0, 0.0).flatten()
     return flat.dot(torch.arange(1, len(flat) + 1, device=flat.device, dtype=torch.float64).cos())
 

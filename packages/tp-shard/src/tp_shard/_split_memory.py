@@ -81,9 +81,15 @@ def plain_memory(
 def _own(footprint: Footprint, part: float, saved: int) -> Footprint:
     """Return the footprint of a rank: a part of the states, and activations without ``saved`` bytes."""
     before = max(1, sum(footprint.kept.values()))
-    activations = None if footprint.activations is None else max(0, footprint.activations - saved)
+    if footprint.activations is None:
+        activations = None
+    else:
+        activations = max(0, footprint.activations - saved)
     gradients = int(footprint.gradients * part)
-    optimizer = None if footprint.optimizer is None else int(footprint.optimizer * part)
+    if footprint.optimizer is None:
+        optimizer = None
+    else:
+        optimizer = int(footprint.optimizer * part)
     return replace(
         footprint,
         weights=int(footprint.weights * part),

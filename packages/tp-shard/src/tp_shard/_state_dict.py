@@ -99,7 +99,10 @@ def relocate_state_dict(
         if shard is None:
             own = table.own(name)
             fits = own is not None and own.shape == value.shape  # otherwise load_state_dict raises
-            result[prefix + name] = take_part(value, own, None) if fits else value
+            if fits:
+                result[prefix + name] = take_part(value, own, None)
+            else:
+                result[prefix + name] = value
             continue
         if tuple(value.shape) != shard.full_shape:
             msg = (

@@ -187,10 +187,16 @@ def _is_compiled(model: nn.Module) -> bool:
 
 def _values(output: StepOutput) -> dict[str, list[Any]]:
     """Return the tensors and numbers that a step returns, by name; of a pair with its weight the value."""
-    by_name = output if isinstance(output, Mapping) else {"loss": output}
+    if isinstance(output, Mapping):
+        by_name = output
+    else:
+        by_name = {"loss": output}
     values: dict[str, list[Any]] = {}
     for name, value in by_name.items():
-        of_name = value.pieces if isinstance(value, SampleRows) else value
+        if isinstance(value, SampleRows):
+            of_name = value.pieces
+        else:
+            of_name = value
         values[str(name)] = [v for v in tree_leaves(of_name) if isinstance(v, Tensor | Real)]
     return values
 
@@ -215,11 +221,16 @@ def _number(leaves: Sequence[Any]) -> float:
     total = 0.0
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            values = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+            if leaf.is_complex():
+                values = torch.view_as_real(leaf)
+            else:
+                values = leaf
             total += float(values.detach().to_dense().double().nan_to_num(0.0, 0.0, 0.0).sum())
         else:
             total += float(leaf)
-    return 0.0 if math.isnan(total) else total
+    if math.isnan(total):
+        return 0.0
+    return total
 
 
 def _limit(leaves: Sequence[Any], by_rank: Sequence[float]) -> float:
@@ -229,7 +240,9 @@ def _limit(leaves: Sequence[Any], by_rank: Sequence[float]) -> float:
     the last digits; of 16 bits any other number differs.
     """
     is_coarse = any(isinstance(v, Tensor) and v.dtype in {torch.bfloat16, torch.float16} for v in leaves)
-    return 0.0 if is_coarse else 1e-6 * max(abs(number) for number in by_rank)
+    if is_coarse:
+        return 0.0
+    return 1e-6 * max(abs(number) for number in by_rank)
 
 
 def _difference(name: str, by_rank: Sequence[float], met: Meeting | None) -> str:

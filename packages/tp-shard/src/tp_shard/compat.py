@@ -47,4 +47,6 @@ def slice(
         msg = f"a tensor is cut into 1 shard or more, got num_partitions={num_partitions!r}"
         raise ConfigError(msg)
     shards = torch.tensor_split(tensor, num_partitions, axis)
-    return tuple(s.contiguous() for s in shards) if contiguous else tuple(shards)
+    if contiguous:
+        return tuple(s.contiguous() for s in shards)
+    return tuple(shards)

@@ -87,7 +87,10 @@ def init_process_group(group_size: int | DeviceMesh = -1) -> None:
         if not dist.is_initialized():
             _join_world()
         alone = not dist.is_initialized()
-        groups = _alone(group_size) if alone else _groups_of_size(group_size)
+        if alone:
+            groups = _alone(group_size)
+        else:
+            groups = _groups_of_size(group_size)
     mesh = group_size if isinstance(group_size, DeviceMesh) else None
     set_groups(*groups, mesh)
     if groups[0].size > 1:
@@ -126,7 +129,9 @@ def get_group() -> dist.ProcessGroup | None:
 def get_data_group() -> dist.ProcessGroup | None:
     """Return torch's group of the ranks that hold the same shards; ``None`` if this rank is alone."""
     group = current_data_group()
-    return None if group is None else group.process_group
+    if group is None:
+        return None
+    return group.process_group
 
 
 def get_rank() -> int:

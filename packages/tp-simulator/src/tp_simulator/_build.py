@@ -81,9 +81,10 @@ def _compiler() -> str:
     for name in [asked] if asked else ["c++", "g++", "clang++"]:
         if found := shutil.which(name):
             return found
-    missing = (
-        f"the compiler that CXX names, {asked!r}, is not here" if asked else "there is no C++ compiler here"
-    )
+    if asked:
+        missing = f"the compiler that CXX names, {asked!r}, is not here"
+    else:
+        missing = "there is no C++ compiler here"
     msg = (
         f"tp-simulator compiles a small extension at first use, and {missing}. Install one "
         "(`apt install g++`, `dnf install gcc-c++`, `conda install cxx-compiler`), or name yours in CXX."

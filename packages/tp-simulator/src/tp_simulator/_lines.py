@@ -20,4 +20,6 @@ def current_line() -> str:
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(hidden):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}: " if frame is not None else ""
+    if frame is not None:
+        return f"{frame.f_code.co_filename}:{frame.f_lineno}: "
+    return ""

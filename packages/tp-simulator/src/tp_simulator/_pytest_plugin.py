@@ -100,7 +100,10 @@ def devices(request: pytest.FixtureRequest) -> "list[torch.device]":
 
     asked = request.config.getoption("--device", default=None)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device = torch.device(str(asked)) if asked else accelerator or torch.device("cpu")
+    if asked:
+        device = torch.device(str(asked))
+    else:
+        device = accelerator or torch.device("cpu")
     if device.index is not None or accelerator is None or device.type != accelerator.type:
         return [device]
     return [torch.device(device.type, index) for index in range(torch.accelerator.device_count())]

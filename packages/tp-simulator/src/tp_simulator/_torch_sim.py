@@ -20,7 +20,9 @@ def index_of(device: "Device | str" = None) -> int:
         index: int | None = device
     else:
         index = None if device is None else torch.device(device).index
-    return current_device() if index is None or index < 0 else index
+    if index is None or index < 0:
+        return current_device()
+    return index
 
 
 # -- Devices --------------------------------------------------------------------------------------

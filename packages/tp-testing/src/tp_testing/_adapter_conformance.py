@@ -96,7 +96,10 @@ class AdapterConformance(DeclaredLimits):
         cost = self._cost if costs else None
         made = self._split(count, parts=parts, cost=cost)
         numbers = list(chain(*(self.numbers(part) for part in made)))
-        order = list(range(count)) if made.order is None else list(made.order)
+        if made.order is None:
+            order = list(range(count))
+        else:
+            order = list(made.order)
         assert numbers == order, "where the parts change the order, Parts(..., order=) must have it"
 
     def test_each_part_is_what_the_collate_function_makes(self) -> None:

@@ -262,7 +262,9 @@ REDUCTIONS: Any = {
 def of_rank(rank: int, dtype: torch.dtype) -> Tensor:
     """Return values with their largest elements on different ranks, not all on the first or the last."""
     values = torch.tensor([[rank + 1, -rank], [(rank - 1) ** 2, 7]], dtype=dtype)
-    return values / 3 if dtype.is_floating_point else values
+    if dtype.is_floating_point:
+        return values / 3
+    return values
 
 
 def rows(rank: int, fewest: int, dtype: torch.dtype) -> Tensor:
@@ -891,13 +893,17 @@ class _Branches(nn.Module):
 
     def forward(self, x: Tensor, *, with_more: bool) -> Tensor:
         output: Tensor = self.inner(x)
-        return torch.cat([output, self.more(output)], 1) if with_more else output
+        if with_more:
+            return torch.cat([output, self.more(output)], 1)
+        return output
 
 
 def _with_branch(output: Tensor, y: Tensor) -> Tensor:
     """Return the loss of an output (samples, 3), or (samples, 5) where the layer took part."""
     loss = nn.functional.mse_loss(output[:, :3], y)
-    return loss + output[:, 3:].square().mean() if output.size(1) > 3 else loss
+    if output.size(1) > 3:
+        return loss + output[:, 3:].square().mean()
+    return loss
 
 
 def reference_with_branches(kit: ConformanceKit, size: int) -> State:
@@ -1043,7 +1049,10 @@ def make_optimizers(model: nn.Module, *, several: bool) -> list[torch.optim.Opti
 def trained(kit: ConformanceKit, late: bool, several: bool) -> State:
     model = kit.make_model()
     with open_session(kit, model=model) as session:
-        plain = [] if late else make_optimizers(model, several=several)
+        if late:
+            plain = []
+        else:
+            plain = make_optimizers(model, several=several)
         wrapped = session.prepare_model(model)
         if late:
             plain = make_optimizers(session.unwrap(wrapped), several=several)

@@ -81,10 +81,14 @@ class BackendConformance(ConformanceKit):
         """Return the results of `checks.exchange` on each rank; the ranks are started once."""
         kit = type(self)
         if kit not in _exchanged:
-            ranks = self.exchange_processes if self.processes > 1 else 1
-            _exchanged[kit] = (
-                run_ranks(checks.exchange, ranks, self) if ranks > 1 else [checks.exchange(self)]
-            )
+            if self.processes > 1:
+                ranks = self.exchange_processes
+            else:
+                ranks = 1
+            if ranks > 1:
+                _exchanged[kit] = run_ranks(checks.exchange, ranks, self)
+            else:
+                _exchanged[kit] = [checks.exchange(self)]
         return _exchanged[kit]
 
     # -- Equality with one device, in double precision --

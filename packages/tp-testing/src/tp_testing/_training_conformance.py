@@ -390,7 +390,9 @@ def _sums(errors: Tensor, counts: Tensor) -> Tensor:
 
 def _means(sums: Tensor, is_sum: bool) -> dict[str, float]:
     counted, units, total, elements = sums.tolist()
-    return {"loss": counted / units} if is_sum else {"loss": counted / units, "error": total / elements}
+    if is_sum:
+        return {"loss": counted / units}
+    return {"loss": counted / units, "error": total / elements}
 
 
 # -- On every rank --------------------------------------------------------------------------------
@@ -399,7 +401,10 @@ def _means(sums: Tensor, is_sum: bool) -> dict[str, float]:
 def trained_by_weights(kit: ConformanceKit) -> dict[str, TrainingOutcome]:
     outcomes = {}
     for name, case in WEIGHTED_CASES.items():
-        step = total_error if case.trainer.get("loss") == "sum" else masked_error
+        if case.trainer.get("loss") == "sum":
+            step = total_error
+        else:
+            step = masked_error
         with make_trainer(kit, **case.trainer) as trainer:
             outcomes[name] = fit(
                 trainer,
@@ -514,7 +519,10 @@ class TrainingConformance(ConformanceKit):
     @pytest.mark.parametrize("way", ROUGH)
     def test_lower_precision_leads_close_to_it(self, way: str) -> None:
         expected = by_hand(self, CASES[way])
-        dtype = torch.bfloat16 if way == "bf16-true" else torch.float32
+        if way == "bf16-true":
+            dtype = torch.bfloat16
+        else:
+            dtype = torch.float32
         for outcomes in self.trained():
             state = outcomes[way].state
             assert {tensor.dtype for tensor in state.values() if tensor.is_floating_point()} == {dtype}

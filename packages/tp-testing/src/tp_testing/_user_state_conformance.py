@@ -272,7 +272,9 @@ class CountingSgd(Optimizer):
                 group["count"] = self._zero()
 
     def _zero(self) -> Any:
-        return torch.zeros(()) if self._is_tensor else 0
+        if self._is_tensor:
+            return torch.zeros(())
+        return 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # noqa: ARG002 - torch's signature
@@ -807,5 +809,8 @@ class UserStateConformance(ConformanceKit):
             assert not outcome.crash, "an error that does not say what to do"
             assert kind != NOTHING or not outcome.refusal
             if outcome.state is not None:
-                dtypes = [torch.bfloat16] if "precision" in KINDS[kind].trainer else []
+                if "precision" in KINDS[kind].trainer:
+                    dtypes = [torch.bfloat16]
+                else:
+                    dtypes = []
                 assert_same(outcome.state, expected, dtypes=dtypes, depth="training")

@@ -91,10 +91,16 @@ def checkpoint_activations(
     if keep not in ("inputs", "matmuls"):
         msg = f"keep must be 'inputs' or 'matmuls', got {keep!r}"
         raise ConfigError(msg)
-    chosen = _modules_of(model, kinds) if kinds else list(repeated_blocks(model).values())
+    if kinds:
+        chosen = _modules_of(model, kinds)
+    else:
+        chosen = list(repeated_blocks(model).values())
     for module in chosen[::every]:
         if not isinstance(module, _Checkpointed):
-            mixin = _Checkpointed if keep == "inputs" else _CheckpointedButProducts
+            if keep == "inputs":
+                mixin = _Checkpointed
+            else:
+                mixin = _CheckpointedButProducts
             mix_in(mixin, module)
 
 
@@ -112,11 +118,15 @@ def _modules_of(model: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> lis
 
 
 def _is_of(module: nn.Module, kind: type[nn.Module] | str) -> bool:
-    return type(module).__name__ == kind if isinstance(kind, str) else isinstance(module, kind)
+    if isinstance(kind, str):
+        return type(module).__name__ == kind
+    return isinstance(module, kind)
 
 
 def _policy(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if _is_matmul(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+    if _is_matmul(operator):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @functools.cache

@@ -58,7 +58,9 @@ class SingleBackend(Backend[NoOptions]):
         return replicated_memory(job, job.footprint.with_batch_of(len(job.devices)))
 
     def layouts(self, job: Job) -> Iterable[Layout]:
-        return [Layout(axes={})] if job.environment.world_size == 1 else []
+        if job.environment.world_size == 1:
+            return [Layout(axes={})]
+        return []
 
     def open(self, job: Job) -> Session:
         """Open a plain session: its defaults are for one device in one process."""
@@ -100,7 +102,10 @@ class DdpBackend(RanksBackend[DdpOptions]):
             return None
         options = self.parse_options(job)
         # Gradients are views of the buckets, or are copied into them.
-        buckets = 0 if options.gradient_as_bucket_view else job.footprint.gradients
+        if options.gradient_as_bucket_view:
+            buckets = 0
+        else:
+            buckets = job.footprint.gradients
         return replicated_memory(job, job.footprint, keeps_gradients=True, communication=buckets)
 
     def open(self, job: Job) -> "DdpSession":
@@ -128,11 +133,10 @@ class FsdpBackend(RanksBackend[FsdpOptions]):
         """Fit a plain model, or one that the user has sharded; name the sharded units."""
         options, model, size = self.parse_options(job), job.model, job.environment.world_size
         _check_ranks(options, size)
-        over = (
-            f"{size} process{'es' * (size > 1)}"
-            if options.replicas == 1
-            else f"{size // options.replicas} of {size} processes"
-        )
+        if options.replicas == 1:
+            over = f"{size} process{'es' * (size > 1)}"
+        else:
+            over = f"{size // options.replicas} of {size} processes"
         if model is None:
             return Verdict.fits(40, f"parameters sharded over {over}; ddp is faster where a model fits")
         from tp_core.fully_sharded import describe_presharded  # to list the backends takes no sharding

@@ -27,8 +27,14 @@ log = get_logger("tp_trainer")
 def check_positive(what: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         # 2.0, 1e3 and the integers of numpy are whole numbers, too.
-        number = float(value) if isinstance(value, Real) and not isinstance(value, int) else 0.0
-        hint = f"; write {int(number)}" if number >= 1 and number.is_integer() else ""
+        if isinstance(value, Real) and not isinstance(value, int):
+            number = float(value)
+        else:
+            number = 0.0
+        if number >= 1 and number.is_integer():
+            hint = f"; write {int(number)}"
+        else:
+            hint = ""
         msg = f"{what} must be a whole number from 1, got {value!r}{hint}"
         raise ConfigError(msg)
 
@@ -202,7 +208,10 @@ def recognize_log(loop: object = None, *numbers: object, **_: object) -> str | N
     first = numbers[0]
     if isinstance(first, Mapping):
         return "loop.log() takes its numbers by name, got a dict; write loop.log(**numbers)"
-    name = first if isinstance(first, str) and first.isidentifier() else "loss"
+    if isinstance(first, str) and first.isidentifier():
+        name = first
+    else:
+        name = "loss"
     return f"loop.log() takes its numbers by name, got {_described(first)}; write loop.log({name}={name})"
 
 
@@ -276,11 +285,10 @@ def check_loader(what: str, loader: object) -> None:
     elif isinstance(loader, Mapping) or (
         isinstance(loader, list | tuple) and any(isinstance(o, DataLoader | PreparedLoader) for o in loader)
     ):
-        how = (
-            "give several by name: validation={'name': loader, ...}"
-            if what == "validation"
-            else "join the datasets (ConcatDataset), or zip prepared loaders in a loop of your own"
-        )
+        if what == "validation":
+            how = "give several by name: validation={'name': loader, ...}"
+        else:
+            how = "join the datasets (ConcatDataset), or zip prepared loaders in a loop of your own"
         msg = f"{what} must be one loader, got {_described(loader)}; {how}"
     elif isinstance(loader, Dataset) and not isinstance(loader, Iterable):
         msg = f"{what} must yield batches, got a dataset, {_described(loader)}; give DataLoader(dataset, ...)"
@@ -496,18 +504,18 @@ def _batches_of(scheduler: object) -> int | None:
     """Return the length of a schedule that torch documents to be stepped after every batch, else ``None``."""
     if isinstance(scheduler, OneCycleLR):
         return scheduler.total_steps
-    return int(scheduler.total_size) if isinstance(scheduler, CyclicLR) else None
+    if isinstance(scheduler, CyclicLR):
+        return int(scheduler.total_size)
+    return None
 
 
 def _described(value: object) -> str:
     if isinstance(value, _SEVERAL):
         values = value.values() if isinstance(value, Mapping) else value
         kinds = ", ".join(sorted({type(v).__name__ for v in values}))
-        return (
-            f"a {type(value).__name__} of {len(value)} ({kinds})"
-            if value
-            else f"an empty {type(value).__name__}"
-        )
+        if value:
+            return f"a {type(value).__name__} of {len(value)} ({kinds})"
+        return f"an empty {type(value).__name__}"
     text = " ".join(repr(value).split())  # those of modules and tensors have several lines
     if len(text) > 100:
         text = text[:100] + "..."

@@ -95,7 +95,10 @@ def _estimate(
             precision=cast(Any, precision),  # which is checked there
             accumulate=accumulate,
         )
-    text = json.dumps(table.to_dict(), indent=2) if as_json else str(table)
+    if as_json:
+        text = json.dumps(table.to_dict(), indent=2)
+    else:
+        text = str(table)
     typer.echo(text)
     if built.get("batch") is None and not as_json:
         typer.echo('activations are known where the builder returns {"model": model, "batch": batch}')
@@ -134,8 +137,10 @@ def _plain_step(model: "nn.Module", batch: Any) -> "Tensor":
 
     if isinstance(batch, Mapping):
         output = model(**batch)
+    elif isinstance(batch, tuple | list):
+        output = model(*batch)
     else:
-        output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+        output = model(batch)
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss

@@ -138,7 +138,10 @@ def convert(
         [PosixPath('model.safetensors')]
     """
     out = Path(path)
-    place = out / "model.safetensors" if out.is_dir() or out.suffix == "" else out
+    if out.is_dir() or out.suffix == "":
+        place = out / "model.safetensors"
+    else:
+        place = out
     check_weights_name(place)
     limit = parse_nbytes(max_file_nbytes) if isinstance(max_file_nbytes, str) else max_file_nbytes
     stored = open_model(find_checkpoint(checkpoint), name=model)
@@ -179,7 +182,9 @@ def open_model(path: Path, *, name: str | None) -> StoredTensors:
         if not any(key.startswith(MODEL) for key in stored.infos):
             msg = f"{path} has no model: no name begins with {MODEL!r}; it has {list(stored.infos)[:3]}"
             raise StateError(msg)
-        return stored if name is None else OneOfSeveral(stored, name)
+        if name is None:
+            return stored
+        return OneOfSeveral(stored, name)
     if name is not None:
         msg = f"{path} has one model, and the name {name!r} is for checkpoints of several"
         raise ConfigError(msg)

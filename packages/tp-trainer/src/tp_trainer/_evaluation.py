@@ -92,7 +92,9 @@ class Evaluation:
     def _run_step(self, batches: PreparedLoader) -> RunStep:
         run = self._preparation.run_step(batches)
         watchdog = self._contexts.current.watchdog
-        return run if watchdog is None else watchdog.watch(run)
+        if watchdog is None:
+            return run
+        return watchdog.watch(run)
 
     def gather_rows(self, value: Any, *, batch: Any) -> Any:
         """Return the rows of all data ranks; see `Trainer.gather_for_metrics`."""

@@ -15,7 +15,10 @@ from tp_trainer._preparation import Preparation
 def _check_first(method: str, model: object) -> None:
     """Make sure that the first argument is the model, and not the path or the model's state."""
     if not isinstance(model, nn.Module):
-        got = f"{type(model).__name__}: {model!r}" if isinstance(model, str) else type(model).__name__
+        if isinstance(model, str):
+            got = f"{type(model).__name__}: {model!r}"
+        else:
+            got = type(model).__name__
         msg = f"{method}() takes a model first, and then the path, got {got}; write {method}(model, path)"
         raise ConfigError(msg)
 

@@ -51,7 +51,10 @@ class StepFootprints:
     ) -> None:
         self._device = device
         self._model, self._batch, self._step, self._precision = model, batch, step, precision
-        self._blocks = None if batch is None or step is None else _blocks_alike(model)
+        if batch is None or step is None:
+            self._blocks = None
+        else:
+            self._blocks = _blocks_alike(model)
         self._footprints: dict[tuple[int, Recomputation], Footprint] = {}
         # The optimizer's step is the same for all samples.
         self._updated = measure_footprint(model, optimizer, precision=precision, device=device)
@@ -102,7 +105,9 @@ def between(low: Footprint, high: Footprint, weight: float) -> Footprint:
             return {key: mean(n, last.get(key, n)) for key, n in first.items()}
         if isinstance(first, list | tuple):
             return [mean(a, b) for a, b in zip(first, last, strict=True)]
-        return round(first + (last - first) * weight) if isinstance(first, int) else first
+        if isinstance(first, int):
+            return round(first + (last - first) * weight)
+        return first
 
     a, b = low.to_dict(), high.to_dict()
     return Footprint(**{name: a[name] if name in _SAME else mean(a[name], b[name]) for name in a})
@@ -127,7 +132,9 @@ def _blocks_alike(model: nn.Module) -> tuple[str, int] | None:
         for m in blocks.values()
     }
     is_list = isinstance(parent, nn.ModuleList | nn.Sequential) and len(parent) == len(blocks)
-    return (path, len(blocks)) if is_list and len(kinds) == 1 else None
+    if is_list and len(kinds) == 1:
+        return (path, len(blocks))
+    return None
 
 
 def _with_blocks(model: nn.Module, path: str, count: int) -> nn.Module:

@@ -60,7 +60,10 @@ class LayoutNeed:
 
     def lines(self, *, accumulate: int, precision: Precision) -> list[str]:
         """Return what starts it: the command, and the lines of the script."""
-        command = f"tp launch -n {self.layout.ranks} train.py" if self.is_launched else "python train.py"
+        if self.is_launched:
+            command = f"tp launch -n {self.layout.ranks} train.py"
+        else:
+            command = "python train.py"
         lines = [command]
         lines += self.layout.setup.splitlines()
         if self.recomputation in _CHECKPOINTS:
@@ -144,7 +147,10 @@ class LayoutTable:
         if lacking:
             lines.append("do not fit:")
         for layout in lacking:
-            again = "" if layout.recomputation == "nothing" else f", {layout.recomputation} again"
+            if layout.recomputation == "nothing":
+                again = ""
+            else:
+                again = f", {layout.recomputation} again"
             lines.append(f"  {layout.name} ({layout.backends}{again}): {layout.memory}")
         remedies = [layout.memory.remedy for layout in lacking if layout.memory.remedy]
         lines += [f"  {remedy}" for remedy in dict.fromkeys(remedies)]
@@ -164,7 +170,10 @@ class LayoutTable:
             need = layout.memory
             sizes = (need.total, need.weights, need.gradients, need.optimizer, need.communication)
             shown = [f"{nbytes / size:.1f}" for nbytes in sizes]
-            activations = "?" if need.activations is None else f"{need.activations / size:.1f}"
+            if need.activations is None:
+                activations = "?"
+            else:
+                activations = f"{need.activations / size:.1f}"
             shown.append(activations)
             table.append((*shown, layout.recomputation, layout.name, layout.backends))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -338,7 +347,10 @@ def _list_candidates(
             key = (_backends_of(backend.name, candidate.layout), _name_of(candidate.layout))
             rows.setdefault(key, []).append(candidate)
         if not fitting:
-            left_out[backend.name] = reasons[0] if reasons else _reason_of_none(backend, jobs[0])
+            if reasons:
+                left_out[backend.name] = reasons[0]
+            else:
+                left_out[backend.name] = _reason_of_none(backend, jobs[0])
     missing = [name for name in _SPLITTING if name not in backend_names]
     left_out |= {name: f"it is not installed: pip install {KNOWN_BACKENDS[name]}" for name in missing}
     return list(rows.values()), left_out
@@ -369,7 +381,9 @@ def _refusal(candidate: _Candidate) -> str:
 
 def _reason_of_none(backend: Backend[Any], job: Job) -> str:
     verdict = backend.assess(job)
-    return f"it has no layout on {job.environment.world_size} ranks" if verdict.is_fit else verdict.reason
+    if verdict.is_fit:
+        return f"it has no layout on {job.environment.world_size} ranks"
+    return verdict.reason
 
 
 def _first_that_fits(

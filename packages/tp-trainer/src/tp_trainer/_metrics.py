@@ -163,7 +163,9 @@ class MetricSet:
 
     def collecting(self, step: Step) -> Step:
         """Return the step, wrapped so that the session returns the metrics' arguments as rows."""
-        return _Collecting(step, self._metrics.keys()) if self._metrics else step
+        if self._metrics:
+            return _Collecting(step, self._metrics.keys())
+        return step
 
     def take(self, number: int, output: StepOutput, share: Share | None) -> StepOutput:
         """Take the arguments of the metrics out of a step's output, and return the rest.
@@ -400,7 +402,10 @@ class OrderedGather:
 
         Collectives: as in `Session.gather_objects`.
         """
-        signal = 0 if self._boundaries is None else self._boundaries.seen
+        if self._boundaries is None:
+            signal = 0
+        else:
+            signal = self._boundaries.seen
         own = _Contribution(self._session.data_rank, has_more, signal, self._waiting)
         self._waiting = []
         everyones = self._session.gather_objects(own, where="values for metrics")
@@ -417,7 +422,9 @@ class OrderedGather:
 
 
 def on_cpu(leaf: Any) -> Any:
-    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
+    if isinstance(leaf, Tensor):
+        return leaf.detach().cpu()
+    return leaf
 
 
 # -- The evaluation of a model on a loader --------------------------------------------------------
@@ -465,11 +472,16 @@ def evaluate(
             share = batches.share
             output = metric_set.take(batches.number, run(collecting, model, batch), share)
             has_no_loss = isinstance(output, Mapping) and "loss" not in output
-            loss = None if has_no_loss else loss_of(output, training=False)
+            if has_no_loss:
+                loss = None
+            else:
+                loss = loss_of(output, training=False)
             meter.add(loss, output, share)
         metric_set.finish()
         means = meter.means()
-        return {**means, **metric_set.compute()} if meter.samples else {}
+        if meter.samples:
+            return {**means, **metric_set.compute()}
+        return {}
 
 
 @contextmanager
@@ -526,7 +538,10 @@ class Evaluator:
             cut: dict[str, Any] = {"boundaries": boundaries, "most": most}
             measured = evaluate(session, self.run(batches), self.step, model, batches, self.metrics, **cut)
             if not measured:
-                loader_name = f" {prefix.rstrip('/')!r}" if prefix else ""
+                if prefix:
+                    loader_name = f" {prefix.rstrip('/')!r}"
+                else:
+                    loader_name = ""
                 msg = (
                     f"the validation's loader{loader_name} has yielded no sample, so there is no result; an "
                     "iterator, such as a generator, is gone through once: give what begins again, such as a "
@@ -585,7 +600,9 @@ def scheduler_metric(name: str | None, *, validates: bool) -> str:
     """Return the name of the metric that a scheduler looks at."""
     if name:
         return name
-    return "val_loss" if validates else "loss"
+    if validates:
+        return "val_loss"
+    return "loss"
 
 
 def check_scheduler_metric(name: str, known: Iterable[str]) -> None:
@@ -755,11 +772,16 @@ def _row(value: Any, number: int) -> Any:
     if value is None:
         return None
     row = value[number]
-    return row.tolist() if hasattr(row, "tolist") else row
+    if hasattr(row, "tolist"):
+        return row.tolist()
+    return row
 
 
 def _by_name(value: Any) -> dict[str, Tensor]:
-    tensors = value if isinstance(value, Mapping) else {"predictions": value}
+    if isinstance(value, Mapping):
+        tensors = value
+    else:
+        tensors = {"predictions": value}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             msg = (

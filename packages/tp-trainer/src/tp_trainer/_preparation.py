@@ -253,7 +253,9 @@ class Preparation:
         """Return what runs a step in the trainer's precision, on a loader that the trainer iterates."""
         session = self.session
         run = in_precision(session.run, self.precision, session.device)
-        return run if batches is None or self.shares is None else self.shares.in_steps(run, batches)
+        if batches is None or self.shares is None:
+            return run
+        return self.shares.in_steps(run, batches)
 
 
 def _with_memory(job: Job, work: "StepParts | None") -> Iterable[Job]:

@@ -33,9 +33,16 @@ def _masked(value: Any, name: str, *, is_within: bool) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int | float | complex):
-        return MASK if is_secret(name, is_number=True) else value
+        if is_secret(name, is_number=True):
+            return MASK
+        return value
     if hidden:
-        return MASK if value else value
+        if value:
+            return MASK
+        return value
     text = value if isinstance(value, str) else str(value)
     masked = mask_text(text)
-    return value if masked == text else masked  # loggers write other objects as text
+    # loggers write other objects as text
+    if masked == text:
+        return value
+    return masked

@@ -105,7 +105,9 @@ def _parser_of(target: str, function: Callable[..., Any]) -> "ArgumentParser":
 def _suggestion(parser: "ArgumentParser", message: str) -> str:
     unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
     options = {f"--{name}" for name in parser.get_defaults().keys()}  # noqa: SIM118 - keys() also has the names within groups
-    return "" if unknown is None else did_you_mean(unknown[1], options | {"--help", "--print-config"})
+    if unknown is None:
+        return ""
+    return did_you_mean(unknown[1], options | {"--help", "--print-config"})
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

@@ -276,31 +276,41 @@ class Trainer:
     def device(self) -> torch.device:
         """The device of this process; the first one of several."""
         session = self._preparation.current
-        return self._devices[0] if session is None else session.device
+        if session is None:
+            return self._devices[0]
+        return session.device
 
     @property
     def rank(self) -> int:
         """The rank of this process, from 0."""
         session = self._preparation.current
-        return self.environment.rank if session is None else session.rank
+        if session is None:
+            return self.environment.rank
+        return session.rank
 
     @property
     def local_rank(self) -> int:
         """The rank of this process on its host, from 0."""
         session = self._preparation.current
-        return self.environment.local_rank if session is None else session.local_rank
+        if session is None:
+            return self.environment.local_rank
+        return session.local_rank
 
     @property
     def world_size(self) -> int:
         """The number of processes of the job."""
         session = self._preparation.current
-        return self.environment.world_size if session is None else session.world_size
+        if session is None:
+            return self.environment.world_size
+        return session.world_size
 
     @property
     def is_main(self) -> bool:
         """Whether this process is rank 0, which writes files and prints."""
         session = self._preparation.current
-        return self.environment.is_main if session is None else session.is_main
+        if session is None:
+            return self.environment.is_main
+        return session.is_main
 
     if not TYPE_CHECKING:  # a type checker would take every attribute for one that exists
 
@@ -393,7 +403,10 @@ class Trainer:
             check_preparable(value)
         models = [o for o in objects if isinstance(o, nn.Module)]
         optimizers = [o for o in objects if isinstance(o, Optimizer)]
-        optimizer = optimizers[0] if len(optimizers) == 1 and len(models) == 1 else None
+        if len(optimizers) == 1 and len(models) == 1:
+            optimizer = optimizers[0]
+        else:
+            optimizer = None
         work = StepParts(optimizer)
         session = self._preparation.open(*models, by="prepare()", work=work)
         if session.data_size > 1:
@@ -405,7 +418,9 @@ class Trainer:
         in_order = sorted(range(len(objects)), key=lambda i: not isinstance(objects[i], nn.Module))
         done = {i: self._prepare(objects[i], shard=shard, training=training) for i in in_order}
         prepared = tuple(done[i] for i in range(len(objects)))
-        return prepared[0] if len(prepared) == 1 else prepared
+        if len(prepared) == 1:
+            return prepared[0]
+        return prepared
 
     def _prepare(self, value: Any, *, shard: bool, training: bool) -> Any:
         if isinstance(value, nn.Module):
@@ -450,7 +465,9 @@ class Trainer:
         def build() -> nn.Module:
             made = make()
             check_model("build()", made)
-            return made.to(torch.bfloat16) if preparation.precision == "bf16-true" else made
+            if preparation.precision == "bf16-true":
+                return made.to(torch.bfloat16)
+            return made
 
         model = build_deferred(build)
         if not preparation.open(model, by="build()").takes_deferred_models:
@@ -797,7 +814,8 @@ class Trainer:
                 raise
             return
         if not isinstance(loss, Tensor) or loss.dim():
-            weight = loss.get("weight") if weight is None and isinstance(loss, Mapping) else weight
+            if weight is None and isinstance(loss, Mapping):
+                weight = loss.get("weight")
             loss = loss_of(loss, training=True)
         preparation = self._preparation
         session, shares = preparation.current, preparation.shares
@@ -806,12 +824,18 @@ class Trainer:
             raise ConfigError(msg)
         share = None
         if shares is not None:
-            share = shares.of_loss(loss) if batch is None else shares.of_batch(batch)
+            if batch is None:
+                share = shares.of_loss(loss)
+            else:
+                share = shares.of_batch(batch)
         scale = 1.0
         if preparation.scaler is not None:
             preparation.scaler.begin_backward(preparation.models())
             scale = preparation.scaler.scale
-        graph = {"retain_graph": True, "create_graph": create_graph} if retain_graph or create_graph else {}
+        if retain_graph or create_graph:
+            graph = {"retain_graph": True, "create_graph": create_graph}
+        else:
+            graph = {}
         try:
             if weight is None:
                 scaled = loss if scale == 1.0 else loss * scale
@@ -820,7 +844,10 @@ class Trainer:
                 units = read_weight(weight) if share is None or share.samples else 0.0
                 from tp_trainer._steps._optimizer_step import add_whole, total_weight
 
-                total = total_weight(session, units) if total is None else read_weight(total, name="total")
+                if total is None:
+                    total = total_weight(session, units)
+                else:
+                    total = read_weight(total, name="total")
                 add_whole(session, loss, units, total=total, scale=scale, **graph)
         except (RuntimeError, MemoryError) as error:
             if not loss.requires_grad:
@@ -860,13 +887,17 @@ class Trainer:
         Collectives: one all-reduce of two numbers over the data ranks, if there are several.
         """
         if not isinstance(loss, Tensor) or loss.dim():
-            weight = loss.get("weight") if weight is None and isinstance(loss, Mapping) else weight
+            if weight is None and isinstance(loss, Mapping):
+                weight = loss.get("weight")
             loss = loss_of(loss, training=False)
         session, shares = self.session, self._preparation.shares
         session.check_in_step("global_loss()")
         share = None
         if shares is not None:
-            share = shares.of_loss(loss) if batch is None else shares.of_batch(batch)
+            if batch is None:
+                share = shares.of_loss(loss)
+            else:
+                share = shares.of_batch(batch)
         loss = loss.detach().reshape(())
         if session.data_size == 1:
             return loss
@@ -886,7 +917,9 @@ class Trainer:
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the autocast context of the trainer's precision, for the loss of a custom loop."""
         context = autocast(self._preparation.precision, self.device)
-        return nullcontext() if context is None else context()
+        if context is None:
+            return nullcontext()
+        return context()
 
     def update(
         self,
@@ -1201,7 +1234,9 @@ def _compile_options(value: object) -> CompileOptions | None:
     if isinstance(value, CompileOptions):
         return value
     if isinstance(value, bool):
-        return CompileOptions() if value else None
+        if value:
+            return CompileOptions()
+        return None
     if value == "blocks":
         return CompileOptions(blocks=True)
     msg = f"compile must be True, False, 'blocks' or CompileOptions(...), got {value!r}"

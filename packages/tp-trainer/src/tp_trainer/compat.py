@@ -106,7 +106,9 @@ class ParallelTrainer:
             dataset: A dataset with length.
             shuffle: ``False`` keeps the order, as for validation.
         """
-        return self._sampler(dataset, shuffle=shuffle) if self.synch else None
+        if self.synch:
+            return self._sampler(dataset, shuffle=shuffle)
+        return None
 
     def get_loader(
         self,
@@ -163,7 +165,9 @@ class ParallelTrainer:
 
     def call_func(self, func: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
         """Call ``func`` on rank 0 and return its result; return ``None`` on the other ranks."""
-        return func(*args, **kwargs) if self.session.is_main else None
+        if self.session.is_main:
+            return func(*args, **kwargs)
+        return None
 
     def get_model(self, model: nn.Module) -> nn.Module:
         """Return the plain module of a model that :meth:`model_parallel` returned."""
@@ -180,7 +184,10 @@ class ParallelTrainer:
 
 
 def _read(config: object, name: str, default: object = _MISSING) -> Any:
-    value = config.get(name, default) if isinstance(config, Mapping) else getattr(config, name, default)
+    if isinstance(config, Mapping):
+        value = config.get(name, default)
+    else:
+        value = getattr(config, name, default)
     if value is _MISSING:
         what = "key" if isinstance(config, Mapping) else "attribute"
         msg = (
@@ -193,7 +200,10 @@ def _read(config: object, name: str, default: object = _MISSING) -> Any:
 
 def _device_here(wanted: object, environment: LaunchEnvironment | None) -> torch.device:
     """Return the device of this process; the CPU, with a warning, for an accelerator that does not exist."""
-    device = torch.device(wanted) if isinstance(wanted, str | int | torch.device) else None
+    if isinstance(wanted, str | int | torch.device):
+        device = torch.device(wanted)
+    else:
+        device = None
     if device is None:
         msg = f"config.device must be a device such as 'cuda' or 'cpu', got {wanted!r}"
         raise ConfigError(msg)

@@ -190,7 +190,10 @@ def balanced_rows(costs: Sequence[float], parts: int, weights: Sequence[float] |
             msg = f"the cost of an item must be a number, not below 0; for item {i} it is {cost!r}"
             raise ConfigError(msg)
     parts = min(parts, len(costs))
-    speeds = [1.0] * parts if weights is None else list(weights[:parts])
+    if weights is None:
+        speeds = [1.0] * parts
+    else:
+        speeds = list(weights[:parts])
     rows: list[list[int]] = [[] for _ in range(parts)]
     loads = [0.0] * parts
     for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):

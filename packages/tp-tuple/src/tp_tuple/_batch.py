@@ -33,7 +33,10 @@ def recursive_cuda(val: T, device: Device | None = None, *, non_blocking: bool =
     """
     target = as_device(_device_or_current(device))
     # As by `recursive_to`: the host waits for copies to the CPU.
-    options = {"non_blocking": True} if non_blocking and target.type != "cpu" else {}
+    if non_blocking and target.type != "cpu":
+        options = {"non_blocking": True}
+    else:
+        options = {}
 
     def move(value: Any) -> Any:
         if not _has_only_cuda(type(value)) or target.type == MOVE_METHOD:
@@ -88,7 +91,10 @@ def _attributes(obj: Any) -> dict[str, Any]:
     for cls in type(obj).__mro__:
         for slot in _slots_of(cls):
             is_mangled = slot.startswith("__") and not slot.endswith("__")
-            attribute = f"_{cls.__name__.lstrip('_')}{slot}" if is_mangled else slot
+            if is_mangled:
+                attribute = f"_{cls.__name__.lstrip('_')}{slot}"
+            else:
+                attribute = slot
             slots.append(attribute)
     values = {slot: getattr(obj, slot) for slot in slots if hasattr(obj, slot)}
     if not slots and not hasattr(obj, "__dict__"):

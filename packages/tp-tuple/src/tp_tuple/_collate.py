@@ -66,7 +66,10 @@ class Splitter:
         if length == 0:
             msg = "cannot split a batch of no items; let the sampler leave such batches out"
             raise ConfigError(msg)
-        weights = self._weights if self.speeds is None else self.speeds.weights()
+        if self.speeds is None:
+            weights = self._weights
+        else:
+            weights = self.speeds.weights()
         if self._cost is None:
             return consecutive_rows(length, self._parts, weights), None
         costs = [_number(self._cost(item), i) for i, item in enumerate(items)]
@@ -142,7 +145,10 @@ class TupleCollate:
         splitter = self.splitter
         pieces, order = splitter.rows(items)
         counts = [len(rows) for rows in pieces]
-        whole = _collate_plain(items) if self._is_torchs and order is None else None
+        if self._is_torchs and order is None:
+            whole = _collate_plain(items)
+        else:
+            whole = None
         if isinstance(whole, Tensor):
             return splitter.label(whole.split_with_sizes(counts), counts, None)
         if whole is not None:
@@ -166,7 +172,10 @@ class TupleCollate:
         if len(set(lengths)) > 1 and lengths != counts:
             return  # per_value refuses it
         if lengths == counts and len(set(counts)) == 1:
-            rows = pieces[0][:-1] if counts[0] > 1 else [*pieces[0], *pieces[0]]
+            if counts[0] > 1:
+                rows = pieces[0][:-1]
+            else:
+                rows = [*pieces[0], *pieces[0]]
             again = self._length_of_another(self.splitter.take(items, rows))
             if again != len(rows):
                 self._has_values = True
@@ -188,7 +197,9 @@ class TupleCollate:
                 batch = self.collate_fn(items)
             except Exception:  # noqa: BLE001 - it may refuse such a number of items: then it stays unknown
                 return None
-        return len(batch) if type(batch) in _PLAIN else None
+        if type(batch) in _PLAIN:
+            return len(batch)
+        return None
 
 
 def _collate_plain(items: Any) -> Tensor | list[Tensor] | None:

@@ -66,7 +66,9 @@ def _cat(parts: Sequence[Any], dim: int) -> Any:
     for kind in (Tensor, PackedSequence):
         if all(isinstance(p, kind) for p in parts):
             moved = [p.to(first.data.device) for p in parts]
-            return torch.stack(moved) if kind is Tensor and first.dim() == 0 else cat_rows(moved, dim)
+            if kind is Tensor and first.dim() == 0:
+                return torch.stack(moved)
+            return cat_rows(moved, dim)
     return parts
 
 
@@ -187,7 +189,9 @@ def per_value(results: Sequence[Any], make: Callable[[list[Any]], Any], *, mappi
             )
             raise ConfigError(msg)
         values = [make(list(column)) for column in zip(*results, strict=True)]
-        return type(first)._make(values) if hasattr(first, "_make") else tuple(values)
+        if hasattr(first, "_make"):
+            return type(first)._make(values)
+        return tuple(values)
     if mappings and isinstance(first, Mapping):
         for i, result in enumerate(results):
             if not isinstance(result, Mapping) or result.keys() != first.keys():
@@ -235,7 +239,10 @@ def arguments_of_parts(
 def _count(name: int | str, arg: Any, count: int, most: int | None) -> int:
     if not isinstance(arg, tuple | list) or isinstance(arg, PackedSequence):
         shape = getattr(arg, "shape", None)
-        shape_text = f": {arg!r:.80}" if shape is None else f" of shape {tuple(shape)}"
+        if shape is None:
+            shape_text = f": {arg!r:.80}"
+        else:
+            shape_text = f" of shape {tuple(shape)}"
         msg = (
             f"argument {name!r} must be a tuple or list with one part per device, "
             f"got {type(arg).__name__}{shape_text}; tp_tuple.tp_collate makes a loader's batches so"

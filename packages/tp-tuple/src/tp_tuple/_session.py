@@ -239,7 +239,9 @@ class TupleSession(Session):
         )
 
     def _move_parts(self, batch: Any) -> Any:
-        return self.move_batch(batch) if isinstance(batch, Envelope | Parts) else batch
+        if isinstance(batch, Envelope | Parts):
+            return self.move_batch(batch)
+        return batch
 
     def move_batch(self, batch: Any) -> Any:
         parts = batch.batch if isinstance(batch, Envelope) else batch
@@ -335,7 +337,9 @@ class TupleSession(Session):
                 "known to which part of the batch it belongs; call it in the step's own thread"
             )
             raise StepError(msg)
-        return super().gather_parts(rows) if gather is None else gather.gather(rows)
+        if gather is None:
+            return super().gather_parts(rows)
+        return gather.gather(rows)
 
     def close(self) -> None:
         self._replicas.clear()

@@ -122,7 +122,10 @@ class TupleParallel(ReplicaWrapper):
             parts = arguments_of_parts(args, kwargs, most=len(self.device_ids))
         if self._overrides(ReplicaWrapper, "replicate", "parallel_apply"):
             return self._result(self._run(parts, move=self.transfer_input))
-        speeds = _speeds_of(args, kwargs) if self.speeds is None else self.speeds
+        if self.speeds is None:
+            speeds = _speeds_of(args, kwargs)
+        else:
+            speeds = self.speeds
         call = _call
         devices = replicas.devices
         if self.transfer_input and not _are_placed(parts, devices):
@@ -144,7 +147,10 @@ class TupleParallel(ReplicaWrapper):
         if self.transfer_output:
             outputs = [to_device(y, self.output_device) for y in outputs]
         first = outputs[0]  # the usual case needs no look at all of them
-        result = tuple(outputs) if type(first) is Tensor else per_value(outputs, tuple, mappings=False)
+        if type(first) is Tensor:
+            result = tuple(outputs)
+        else:
+            result = per_value(outputs, tuple, mappings=False)
         if self.reduction is None:
             return result
         if self.reduction is cat:

@@ -140,7 +140,9 @@ def _own(one: Selections, other: Selections) -> str:
     pairs = [(one[key], other[key]) for key in one.keys() & other.keys()]
     if any(not _equal(mine.rows, theirs.rows) for mine, theirs in pairs):
         return "rows"
-    return "places" if any(not _equal(mine.places, theirs.places) for mine, theirs in pairs) else ""
+    if any(not _equal(mine.places, theirs.places) for mine, theirs in pairs):
+        return "places"
+    return ""
 
 
 def compare_draws(comparison: RunComparison, draws: Sequence[tuple[float, float]]) -> Finding | None:

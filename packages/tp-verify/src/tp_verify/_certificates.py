@@ -43,7 +43,9 @@ class RankRecord:
 
     def after(self, step: int) -> Mapping[str, Any]:
         """Return what was there after a step; 0 is before the first one."""
-        return self.steps[step - 1] if step else self.begin
+        if step:
+            return self.steps[step - 1]
+        return self.begin
 
     def saves(self) -> list[int]:
         """Return the steps after which it wrote to the folder."""
@@ -99,7 +101,10 @@ class Certificate:
 
     def __str__(self) -> str:
         """Return the certificate as text."""
-        outcome = "the same training" if self.ok else "not the same training"
+        if self.ok:
+            outcome = "the same training"
+        else:
+            outcome = "not the same training"
         lines = [f"{self.name}: {outcome}", *(f"  {finding}" for finding in self.findings)]
         if self.equal:
             lines.append(f"  equal {self.equal}")
@@ -208,7 +213,10 @@ def _compared(
     ]
     words = ""
     if equal:
-        how = "bit by bit" if is_same_size else "bit by bit as loaded, then up to rounding"
+        if is_same_size:
+            how = "bit by bit"
+        else:
+            how = "bit by bit as loaded, then up to rounding"
         words = f"{how}, up to step {last}: {', '.join(equal)}"
     return Certificate(name, causes, words, not_covered, seconds)
 
@@ -253,11 +261,15 @@ def _apart(
 ) -> str:
     """Return how one kind of numbers differs to the bit; empty where it does not."""
     if kind == "rows":
-        return "" if first["rows"] == second["rows"] else "they are others"
+        if first["rows"] == second["rows"]:
+            return ""
+        return "they are others"
     if kind == "random":
         kinds = [name for name in first["random"] if name not in skip]
         drawn = [name for name in kinds if first["random"][name] != second["random"].get(name)]
-        return f"the generator of {' and of '.join(drawn)} is in another state" if drawn else ""
+        if drawn:
+            return f"the generator of {' and of '.join(drawn)} is in another state"
+        return ""
     return _tensors_apart(first[kind], second[kind], kind)
 
 
@@ -296,7 +308,9 @@ def _distance(first: Sequence[float], second: Sequence[float]) -> float:
     if len(first) != len(second):
         return math.inf
     distance = math.hypot(*(a - b for a, b in zip(first, second, strict=True)))
-    return math.inf if math.isnan(distance) else distance
+    if math.isnan(distance):
+        return math.inf
+    return distance
 
 
 def _rounding(shorts: _Shorts) -> float:

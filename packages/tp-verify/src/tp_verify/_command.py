@@ -127,7 +127,10 @@ def verify_command(
     if program is None and (dtype or steps):
         msg = "--dtype and --steps are for a program; without one, a small model is trained in float64"
         raise ConfigError(msg)
-    script = None if program is None or ":" in program else Path(program)
+    if program is None or ":" in program:
+        script = None
+    else:
+        script = Path(program)
     if script is not None and dtype:
         msg = "--dtype is for file.py:function; a script makes its model in a type of its own"
         raise ConfigError(msg)

@@ -124,7 +124,10 @@ class RunComparison:
             match = self._match(step, exact, near, records, place)
             if match.kind == "unknown":
                 has_other = any(place.module == p.module for r in records for p in r.forward)
-                reason = "its outputs have another shape" if has_other else "no rank runs it whole"
+                if has_other:
+                    reason = "its outputs have another shape"
+                else:
+                    reason = "no rank runs it whole"
                 self.unknown.setdefault(place.module or "the model", reason)
                 continue
             self.count("outputs of modules")
@@ -337,7 +340,9 @@ class RunComparison:
             for p, side, match in matches[:suffix]
             if side == "input" and match.kind != "same" and p.module.startswith(inside)
         ]
-        return parts[0] if parts else first
+        if parts:
+            return parts[0]
+        return first
 
     def _scales(
         self, whole: Tensor, locals_: Sequence[LocalTensor | None], shares: Sequence[Selections]
@@ -347,7 +352,10 @@ class RunComparison:
         for rank, one in enumerate(locals_):
             if one is None or (one.layout and any(k != "same" for k, *_ in one.layout)):
                 return None
-            expected = selected(whole, shares[rank]) if rank < len(shares) else whole
+            if rank < len(shares):
+                expected = selected(whole, shares[rank])
+            else:
+                expected = whole
             if expected.shape != one.tensor.shape or not norm_of(expected):
                 return None
             scales.append(norm_of(one.tensor) / norm_of(expected) or 1.0)
@@ -455,7 +463,10 @@ def _common_factor(
         if not one.ratio or apart >= max(1e-3, one.rounding):
             return 0.0, 0
         coarsest = max(coarsest, one.rounding)
-    digits = 6 if coarsest < 1e-6 else max(2, math.floor(-math.log10(coarsest)))
+    if coarsest < 1e-6:
+        digits = 6
+    else:
+        digits = max(2, math.floor(-math.log10(coarsest)))
     return first, digits
 
 
@@ -463,7 +474,9 @@ def _rows(whole: Tensor, shares: Sequence[Selections], rank: int) -> int:
     """Return the rows of a rank's share of a tensor."""
     if rank < len(shares):
         whole = selected(whole, shares[rank])
-    return whole.size(0) if whole.dim() else 1
+    if whole.dim():
+        return whole.size(0)
+    return 1
 
 
 def _position(order: Sequence[str], name: str) -> int:
@@ -473,7 +486,9 @@ def _position(order: Sequence[str], name: str) -> int:
         if path in order:
             return len(order) - order[::-1].index(path)
         path = path.rpartition(".")[0]
-    return len(order) if "" in order else 0
+    if "" in order:
+        return len(order)
+    return 0
 
 
 def _ratio(local: Tensor, whole: Tensor, rounding: float) -> float:
@@ -503,5 +518,8 @@ def _blame(what: str, step: int, matches: Sequence[tuple[TensorPlace, Match]]) -
     while at and matches[at - 1][1].kind == "partial" and matches[at - 1][0].tensor in ("", "0"):
         at -= 1
     place, match = matches[at]
-    what = "the output" if what == "forward" else "the output in evaluation"
+    if what == "forward":
+        what = "the output"
+    else:
+        what = "the output in evaluation"
     return Finding(what, place.module, step, _match_in_words(match), tensor=place.tensor)

@@ -136,7 +136,10 @@ def _mask(func: Any, given: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, 
     """Return what a call is about to keep, drawn in advance for a tensor of ones."""
     ones = torch.ones_like(given, requires_grad=False)
     with preserve_torch_rng_state(()), torch.no_grad():
-        dropped = func(ones, *args[1:], **kwargs) if args else func(**{**kwargs, "input": ones})
+        if args:
+            dropped = func(ones, *args[1:], **kwargs)
+        else:
+            dropped = func(**{**kwargs, "input": ones})
     kept: Tensor = dropped == dropped.max()
     if func.__name__ not in _BY_ELEMENT and kept.dim() > 1:
         kept = kept.flatten(min(2, kept.dim() - 1))[..., 0]
@@ -167,4 +170,6 @@ def draw_the_same(
             return False
         share = float(kept.double().mean())
         chance += count * math.log(share**2 + (1 - share) ** 2)
-    return True if chance < _BY_CHANCE else None
+    if chance < _BY_CHANCE:
+        return True
+    return None

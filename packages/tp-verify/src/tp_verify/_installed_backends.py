@@ -73,7 +73,9 @@ class BackendTrial:
         names = [str(device) for device in self.devices]
         if self.ranks > 1:
             return f"{self.ranks} processes ({', '.join(dict.fromkeys(names))})"
-        return f"one process ({', '.join(names)})" if names else ""
+        if names:
+            return f"one process ({', '.join(names)})"
+        return ""
 
     def report(self, report: VerifyReport) -> BackendReport:
         """Return a report with what it is of."""

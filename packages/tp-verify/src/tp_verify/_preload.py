@@ -59,7 +59,10 @@ def imports_of(script: Path) -> list[str]:
 def _is_beside(statement: ast.Import | ast.ImportFrom, places: list[str]) -> bool:
     """Return whether an import is of a module in one of these folders, or of the script's own package."""
     if isinstance(statement, ast.ImportFrom):
-        names = [statement.module or ""] if statement.level == 0 else [""]
+        if statement.level == 0:
+            names = [statement.module or ""]
+        else:
+            names = [""]
     else:
         names = [alias.name for alias in statement.names]
     return any(not name or PathFinder.find_spec(name.partition(".")[0], places) for name in names)

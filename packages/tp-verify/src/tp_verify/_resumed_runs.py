@@ -244,7 +244,10 @@ def _kills(whole: RecordedRun, kill_at: Sequence[int], by: signal.Signals, *, in
             msg = f"--kill-at {step}: the command makes {whole.steps} steps"
             raise ConfigError(msg)
         if by == signal.SIGKILL and not any(save < step for save in saves):
-            first = f"the first save is after step {saves[0]}" if saves else "it saves at its end alone"
+            if saves:
+                first = f"the first save is after step {saves[0]}"
+            else:
+                first = "it saves at its end alone"
             msg = f"--kill-at {step}: nothing would be saved before; {first}"
             raise ConfigError(msg)
     kills = [Kill(step, by) for step in steps]

@@ -100,10 +100,14 @@ def _farther(
 
 
 def _tensor(value: torch.Tensor | LocalTensor | None) -> torch.Tensor | None:
-    return value.tensor if isinstance(value, LocalTensor) else value
+    if isinstance(value, LocalTensor):
+        return value.tensor
+    return value
 
 
 def _farther_number(exact: float | None, one: float | None, other: float | None) -> float | None:
     if exact is None or one is None or other is None:
         return one
-    return other if abs(one - exact) < abs(other - exact) < math.inf else one
+    if abs(one - exact) < abs(other - exact) < math.inf:
+        return other
+    return one

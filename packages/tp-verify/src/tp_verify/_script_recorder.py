@@ -147,7 +147,10 @@ class ScriptRecorder(Callback):
             if self._settings["stops"]:
                 self._stop = max(1, (self._settings["steps"] or steps_beyond(self._epoch_steps)) * 2 // 5)
         whole = {n: p.detach() for n, p in run.model.named_parameters() if not is_dtensor(p) and p.numel()}
-        norms = torch.stack([p.double().norm().cpu() for p in whole.values()]).tolist() if whole else []
+        if whole:
+            norms = torch.stack([p.double().norm().cpu() for p in whole.values()]).tolist()
+        else:
+            norms = []
         self._norms[run.step] = dict(zip(whole, norms, strict=True))
         if run.step == self._stop and run.is_main:
             (self._folder / "stopped").write_text(repr(time.time()))
@@ -239,7 +242,10 @@ def _watched(function: Callable[..., Tensor], key: str, at: int) -> Callable[...
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Tensor:
         # The default rate is above zero, but for attention.
-        rate = args[at] if len(args) > at else kwargs.get(key, at == 1)
+        if len(args) > at:
+            rate = args[at]
+        else:
+            rate = kwargs.get(key, at == 1)
         if rate:
             _drawing.add(function.__name__)
         if rate and not _drops and len(args) > at:

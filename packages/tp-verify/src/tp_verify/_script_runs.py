@@ -436,7 +436,10 @@ def _first_step_apart(
     for step, norms in whole.items():
         for name, norm in norms.items():
             got = other.get(step, {}).get(name, norm)
-            nudged = None if near is None else near.get(step, {}).get(name)
+            if near is None:
+                nudged = None
+            else:
+                nudged = near.get(step, {}).get(name)
             if abs(got - norm) > _limit(norm, nudged, bound, norm):
                 module, _, parameter = name.rpartition(".")
                 difference = f"its norm is {got:.9g}, and not {norm:.9g}"
@@ -452,7 +455,10 @@ def _limit(value: float, near: float | None, bound: Bound | None, scale: float) 
     if bound is None:
         return 0.0
     whole = torch.tensor(value, dtype=torch.float64)
-    nudged = None if near is None else torch.tensor(near, dtype=torch.float64)
+    if near is None:
+        nudged = None
+    else:
+        nudged = torch.tensor(near, dtype=torch.float64)
     return bound.limit(whole, nudged, scale)
 
 
@@ -484,7 +490,10 @@ def _first_apart(
         for name, value in first["metrics"].get(epoch, {}).items():
             compared["metrics"] = compared.get("metrics", 0) + 1
             got = values.get(name)
-            nudged = None if near is None else near["metrics"].get(epoch, {}).get(name)
+            if near is None:
+                nudged = None
+            else:
+                nudged = near["metrics"].get(epoch, {}).get(name)
             # A count or a share of 0 is right by the scale of 1.
             limit = _limit(value, nudged, bound, max(1.0, abs(value)))
             if got is None or abs(got - value) > limit:

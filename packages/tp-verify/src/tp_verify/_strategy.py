@@ -131,7 +131,10 @@ class Strategy:
                 parameter.grad.mul_(count / weights.item())
             if parameter in before:
                 new = parameter.grad
-                parameter.grad = before[parameter] if new is None else before[parameter] + new
+                if new is None:
+                    parameter.grad = before[parameter]
+                else:
+                    parameter.grad = before[parameter] + new
         return mean
 
     def sync_gradients(self, model: nn.Module, *, last: bool) -> None:
@@ -201,7 +204,10 @@ class Strategy:
         """Return the plain model's name of a module or parameter; ``None`` for one that it has not."""
         for wrapper in _WRAPPED:
             name = name.replace(wrapper, "")
-            name = "" if name == wrapper[:-1] else name.removesuffix(f".{wrapper[:-1]}")
+            if name == wrapper[:-1]:
+                name = ""
+            else:
+                name = name.removesuffix(f".{wrapper[:-1]}")
         return name
 
     def lines(self) -> list[str]:

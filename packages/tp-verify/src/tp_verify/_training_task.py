@@ -159,7 +159,9 @@ def build_model(task: TrainingTask) -> nn.Module:
     if not isinstance(model, nn.Module):
         msg = f"build has to return the plain model, a torch.nn.Module, and returned {type(model).__name__}"
         raise ModelError(msg)
-    return model if task.dtype is None else model.to(task.dtype)
+    if task.dtype is None:
+        return model
+    return model.to(task.dtype)
 
 
 def least_epsilon(dtype: torch.dtype) -> float:

@@ -124,7 +124,10 @@ def verify(
     if not isinstance(parallel, Strategy) and not callable(parallel):
         msg = f"parallel is a function of the model, or a Strategy as strategies.DDP(), got {parallel!r}"
         raise ConfigError(msg)
-    strategy = parallel if isinstance(parallel, Strategy) else Strategy(parallel)
+    if isinstance(parallel, Strategy):
+        strategy = parallel
+    else:
+        strategy = Strategy(parallel)
     count = _count_of(ranks)
     task = TrainingTask(
         build, batches, step, optimizer, micro, max_norm, dtype, generate=generate, seeds=dropout
@@ -281,7 +284,10 @@ def _trained(
     except RankFailedError as error:
         if not fewer:
             raise
-        limit = timeout_s if isinstance(ranks, int) else ranks.timeout_s
+        if isinstance(ranks, int):
+            limit = timeout_s
+        else:
+            limit = ranks.timeout_s
         if time.monotonic() - began > limit:
             # Ranks waited until the deadline. If they do so on the user's batches, too, it is said next.
             fewer = fewer[-1:]
@@ -307,7 +313,9 @@ def _on_ranks(
 
 
 def _count_of(ranks: int | RankPool) -> int:
-    return ranks if isinstance(ranks, int) else ranks.processes
+    if isinstance(ranks, int):
+        return ranks
+    return ranks.processes
 
 
 def _on_pool(ranks: int | RankPool, timeout_s: float, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -422,7 +430,10 @@ def _proven(
         made = task.batches[len(users) :]
         shapes = ", ".join(dict.fromkeys(map(_shapes, made)))
         lines.append(f"{_steps(made)} of its own, {shapes}, with {' and '.join(own.varied)}")
-    evaluated = "" if "evaluation" in comparison.unknown else " and evaluation"
+    if "evaluation" in comparison.unknown:
+        evaluated = ""
+    else:
+        evaluated = " and evaluation"
     lines.append(f"training{evaluated}, without dropout")
     if task.micro > 1:
         lines.append(f"{task.micro} micro-batches for each step")
@@ -434,7 +445,10 @@ def _proven(
         lines.append("what is generated from the first batch")
     if runs.loaded:
         plural = "s" if len(runs.loaded) > 1 else ""
-        numbers = ", with its random numbers" if "states of random numbers" in comparison.compared else ""
+        if "states of random numbers" in comparison.compared:
+            numbers = ", with its random numbers"
+        else:
+            numbers = ""
         lines.append(f"a checkpoint that {len(runs.loaded)} rank{plural} loaded{numbers}")
     if comparison.compared.get("seeds of dropout"):
         lines.append(f"dropout, in distribution over {comparison.compared['seeds of dropout']} seeds")

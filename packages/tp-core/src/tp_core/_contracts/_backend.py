@@ -162,7 +162,9 @@ class Backend(abc.ABC, Generic[OptionsT]):
         """
         from tp_core._contracts._job import replicated_memory
 
-        return None if job.footprint is None else replicated_memory(job, job.footprint)
+        if job.footprint is None:
+            return None
+        return replicated_memory(job, job.footprint)
 
     def ranks_per_model(self, job: "Job") -> int:  # noqa: ARG002 - its contract
         """Return how many ranks split the tensors of a model among them: cheap, without side effects.
@@ -331,10 +333,14 @@ def _plain_types(annotation: Any) -> list[Any]:
     """Return the allowed types, and the values of a ``Literal``; an empty list where a type is not plain."""
     if get_origin(annotation) in {Union, types.UnionType}:
         parts = [_plain_types(part) for part in get_args(annotation)]
-        return [kind for part in parts for kind in part] if all(parts) else []
+        if all(parts):
+            return [kind for part in parts for kind in part]
+        return []
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
-    return [annotation] if isinstance(annotation, type) and annotation in _WORDS else []
+    if isinstance(annotation, type) and annotation in _WORDS:
+        return [annotation]
+    return []
 
 
 def _is_of(value: object, kind: Any) -> bool:
@@ -342,4 +348,6 @@ def _is_of(value: object, kind: Any) -> bool:
         return type(value) is type(kind) and value == kind
     if isinstance(value, bool):
         return kind is bool
-    return isinstance(value, int | float) if kind is float else isinstance(value, kind)
+    if kind is float:
+        return isinstance(value, int | float)
+    return isinstance(value, kind)

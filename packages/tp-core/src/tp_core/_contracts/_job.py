@@ -77,7 +77,9 @@ class Footprint:
     @property
     def optimizer_nbytes(self) -> int:
         """The optimizer's state; where it is not known, two values for each trained one, as AdamW has."""
-        return 2 * self.gradients if self.optimizer is None else self.optimizer
+        if self.optimizer is None:
+            return 2 * self.gradients
+        return self.optimizer
 
     @property
     def assumed(self) -> str:
@@ -179,7 +181,10 @@ class MemoryNeed:
 
         least = "at least " if self.activations is None else ""
         where = f" on {self.device}" if self.device else ""
-        free = f" of {shown(self.free)} free{where}" if self.free is not None else where
+        if self.free is not None:
+            free = f" of {shown(self.free)} free{where}"
+        else:
+            free = where
         parts = [
             f"weights {shown(self.weights)}",
             f"gradients {shown(self.gradients)}",
@@ -367,7 +372,9 @@ class Job:
     @property
     def traits(self) -> ModelTraits | None:
         """The traits of the model, or ``None`` when it is not known yet."""
-        return None if self.model is None else ModelTraits.of(self.model)
+        if self.model is None:
+            return None
+        return ModelTraits.of(self.model)
 
 
 def replicated_memory(
@@ -382,7 +389,10 @@ def replicated_memory(
             default only where several batches make a step.
         communication: Communication buffers, in bytes.
     """
-    keeps = job.accumulate > 1 if keeps_gradients is None else keeps_gradients
+    if keeps_gradients is None:
+        keeps = job.accumulate > 1
+    else:
+        keeps = keeps_gradients
     return MemoryNeed(
         weights=footprint.weights,
         gradients=footprint.gradients,

@@ -475,7 +475,9 @@ class Session:
         Collective: one all-reduce over the data ranks.
         """
         check_reduce(value, op)
-        return value / 1 if op == "mean" else value
+        if op == "mean":
+            return value / 1
+        return value
 
     def gather(self, value: Tensor) -> Tensor:
         """Return the data ranks' tensors concatenated along dim 0; their lengths may differ.
@@ -631,4 +633,6 @@ def _local_part(tensor: Tensor) -> Tensor:
     """Return the local part of a DTensor; another tensor as it is."""
     # By its method and not by its class: importing that costs most of a second.
     to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
+    if to_local is None:
+        return tensor
+    return to_local()

@@ -26,7 +26,10 @@ class VariableReader(NamedTuple):
     def text(self, name: str) -> str:
         value = self.environ.get(name, "").strip()
         if not value:
-            problem = "is empty" if name in self.environ else "is not set"
+            if name in self.environ:
+                problem = "is empty"
+            else:
+                problem = "is not set"
             msg = f"{name} {problem}"
             raise self.error(msg)
         return value
@@ -321,8 +324,14 @@ def _check(environment: LaunchEnvironment, read: VariableReader, names: tuple[st
 
 def _rendezvous(read: VariableReader, *, required: bool) -> tuple[str | None, int | None]:
     """Return MASTER_ADDR and MASTER_PORT; one process needs neither."""
-    address = read.text("MASTER_ADDR") if required or "MASTER_ADDR" in read.environ else None
-    port = _port(read) if required or "MASTER_PORT" in read.environ else None
+    if required or "MASTER_ADDR" in read.environ:
+        address = read.text("MASTER_ADDR")
+    else:
+        address = None
+    if required or "MASTER_PORT" in read.environ:
+        port = _port(read)
+    else:
+        port = None
     return address, port
 
 

@@ -200,7 +200,10 @@ def _print(report: dict[str, Any]) -> None:
     console.print("  ".join(f"{name} {v}" for name, v in report["versions"].items()))
     devices = table("\nDevices", "device", "name", "free", "total", "load")
     for d in report["devices"]:
-        load = "?" if d["utilization"] is None else f"{d['utilization']:.0%}"
+        if d["utilization"] is None:
+            load = "?"
+        else:
+            load = f"{d['utilization']:.0%}"
         devices.add_row(d["device"], escape(d["name"]), _gib(d["free_bytes"]), _gib(d["total_bytes"]), load)
     console.print(devices)
     if report["environment"] is not None:
@@ -223,7 +226,10 @@ def _print(report: dict[str, Any]) -> None:
             why = c["reason"]
             if c["remedy"]:
                 why += f"; {c['remedy']}"
-            score = "unfit" if c["score"] is None else f"{c['score']:g}"
+            if c["score"] is None:
+                score = "unfit"
+            else:
+                score = f"{c['score']:g}"
             origin = f"{c['distribution']} {c['version']}".rstrip()
             mark = "*" if c["chosen"] else ""
             backends.add_row(mark, escape(c["name"]), escape(origin), score, escape(why))
@@ -252,4 +258,6 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _gib(nbytes: int | None) -> str:
-    return "?" if nbytes is None else f"{nbytes / 2**30:.1f} GiB"
+    if nbytes is None:
+        return "?"
+    return f"{nbytes / 2**30:.1f} GiB"

@@ -74,7 +74,9 @@ def status_of(error: BaseException) -> int:
     if is_parser_error(error):
         status: int = error.exit_code  # type: ignore[attr-defined]  # which was asked for
         return status
-    return 2 if isinstance(error, TpError) and isinstance(error, ValueError | LookupError) else 1
+    if isinstance(error, TpError) and isinstance(error, ValueError | LookupError):
+        return 2
+    return 1
 
 
 def print_error(error: BaseException, *, command: str) -> None:
@@ -250,7 +252,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
             return _NOBODY_READS
         if isinstance(end.code, int):
             return end.code
-        return 0 if end.code is None else 1
+        if end.code is None:
+            return 0
+        return 1
     except BrokenPipeError:
         return _NOBODY_READS
     except OSError as error:  # of --help and --version, which no command has: the disk behind stdout is full

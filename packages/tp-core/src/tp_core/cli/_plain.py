@@ -104,7 +104,9 @@ def _doctor() -> int:
     for line in problems:
         print(f"problem: {line}")
     print_to_stderr("the whole report, with ranks that meet, needs: pip install 'tp-core[cli]'")
-    return 1 if problems else 0
+    if problems:
+        return 1
+    return 0
 
 
 def platform_notes(name: str = sys.platform) -> list[str]:

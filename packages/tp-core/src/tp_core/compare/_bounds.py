@@ -85,7 +85,10 @@ class Bound:
         if not _has_digits(exact.dtype):
             return 0.0  # integers are equal, or not
         own = norm_of(exact)
-        by_rounding = 0.0 if near is None or near.shape != exact.shape else distance(exact, near)
+        if near is None or near.shape != exact.shape:
+            by_rounding = 0.0
+        else:
+            by_rounding = distance(exact, near)
         scale = own if scale is None else scale
         return SLACK * by_rounding + self.rtol * own + self.atol * scale
 
@@ -105,8 +108,13 @@ def _has_digits(dtype: torch.dtype) -> bool:
 
 def _wide(tensor: Tensor) -> Tensor:
     """Return a tensor's numbers in float64."""
-    values = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
-    return torch.view_as_real(values).double() if values.is_complex() else values.double()
+    if tensor.layout != torch.strided:
+        values = tensor.detach().to_dense()
+    else:
+        values = tensor.detach()
+    if values.is_complex():
+        return torch.view_as_real(values).double()
+    return values.double()
 
 
 def norm_of(tensor: Tensor) -> float:

@@ -106,13 +106,18 @@ def difference_on_ranks(whole: Tensor, found: Mapping[int, Tensor], limit: float
         if not norm_of(whole):
             return f"it is 0 on one device, and not{where or ' on ranks'}"
         apart = max(distance(parts[0], part) for part in parts)
-        also = "; ranks differ from each other" if apart > limit and not where else ""
+        if apart > limit and not where:
+            also = "; ranks differ from each other"
+        else:
+            also = ""
         return f"it differs by {_share(max(errors.values()), whole):.2g} of its norm{where}{also}"
     match = _relate_joined(whole, [whole] * len(parts), parts, limit)
     if match.kind == "unknown":
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
         return f"ranks have {shapes}, which do not join to {tuple(whole.shape)}: give Strategy.whole()"
-    return "" if match.kind == "same" else f"it differs by {match.error:.2g} of its norm"
+    if match.kind == "same":
+        return ""
+    return f"it differs by {match.error:.2g} of its norm"
 
 
 def _sum(parts: Iterable[Tensor]) -> Tensor:
@@ -185,7 +190,10 @@ def _relate_laid_out(exact: Tensor, parts: list[LocalTensor], limit: float) -> M
                 joined_at[key] = torch.cat(along, dim)
             elif kind in ("partial", "mean"):
                 total = torch.stack(along).sum(0)
-                joined_at[key] = total / size if kind == "mean" else total
+                if kind == "mean":
+                    joined_at[key] = total / size
+                else:
+                    joined_at[key] = total
             else:
                 apart = max(distance(along[0], part) for part in along)
                 if apart > limit:

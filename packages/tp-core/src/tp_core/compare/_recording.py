@@ -181,7 +181,9 @@ def _kind_of(placement: Any) -> str:
         return "same"
     if "sum" in str(placement):
         return "partial"
-    return "mean" if "avg" in str(placement) else "unknown"
+    if "avg" in str(placement):
+        return "mean"
+    return "unknown"
 
 
 def local_tensor(tensor: Tensor) -> LocalTensor:

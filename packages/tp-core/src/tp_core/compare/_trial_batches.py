@@ -34,7 +34,8 @@ def other_batches(
     tensors = [tensor for _, tensor in named]
     masks = {id(tensor) for name, tensor in named if "mask" in name}
     lead = next((t for t in tensors if id(t) in tables and t.dim() > 1), None)
-    lead = next((t for t in tensors if t.dim() > 1), None) if lead is None else lead
+    if lead is None:
+        lead = next((t for t in tensors if t.dim() > 1), None)
     generator = torch.Generator().manual_seed(0)
     old = (-1, -1) if lead is None else (lead.size(0), lead.size(1))
     # Padding on both sides first, the user's own mask last: some models have no numbers for a hidden start.
@@ -49,10 +50,14 @@ def other_batches(
         ) -> Tensor:
             resized = tensor.detach()
             for dim, size in enumerate(tensor.shape):
-                wanted = new[dim > 0] if size == old[dim > 0] else size
+                if size == old[dim > 0]:
+                    wanted = new[dim > 0]
+                else:
+                    wanted = size
                 # Spread over all places, so that labels that only some have are among them.
                 places = torch.arange(wanted) * size // max(1, wanted)
-                resized = resized.index_select(dim, places) if wanted != size else resized
+                if wanted != size:
+                    resized = resized.index_select(dim, places)
             if id(tensor) in masks:
                 return hide(resized)
             return _drawn(resized, tables.get(id(tensor)), generator).requires_grad_(tensor.requires_grad)
@@ -93,7 +98,9 @@ def _drawn(like: Tensor, count: int | None, generator: torch.Generator) -> Tenso
 
 def first_token(count: int) -> int:
     """Return the first token to draw, past the special tokens, which usually come first."""
-    return 10 if count > 20 else 0
+    if count > 20:
+        return 10
+    return 0
 
 
 @contextmanager

@@ -100,7 +100,9 @@ class WithoutDropout(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in self.DROPOUTS:
-            return args[0] if args else kwargs["input"]
+            if args:
+                return args[0]
+            return kwargs["input"]
         return call_without_attention_dropout(func, args, kwargs)
 
 
@@ -125,7 +127,10 @@ class ForwardLines:
         return self
 
     def _enter(self, frame: Any, _event: str, _arg: Any) -> Any:
-        return self._step if frame.f_code in self._names else None  # only there line by line
+        # only there line by line
+        if frame.f_code in self._names:
+            return self._step
+        return None
 
     def _step(self, frame: Any, event: str, _arg: Any) -> Any:
         if event == "line":

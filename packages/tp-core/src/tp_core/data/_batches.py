@@ -148,7 +148,9 @@ class EpochBatches:
 
     def digest_of(self, epoch: int) -> str:
         order = self.order_of(epoch)
-        return self.digest if order is self.order else _digest_of(order)
+        if order is self.order:
+            return self.digest
+        return _digest_of(order)
 
     def find(self, epoch: int, samples: int, *, order: str | None = None) -> int:
         """Return how many batches of the epoch hold its first ``samples`` samples."""
@@ -283,7 +285,10 @@ def count_samples(batch: Any) -> int:
     `Parts` have their own counts, and so has a batch in an `Envelope`.
     """
     kind = type(batch)
-    first = batch[0] if (kind is tuple or kind is list) and batch else batch
+    if (kind is tuple or kind is list) and batch:
+        first = batch[0]
+    else:
+        first = batch
     if type(first) is Tensor:  # the common batch, at a fifth of the cost
         try:
             return first.size(0)

@@ -133,7 +133,9 @@ class PreparedLoader:
         first, self._first = self._first, 0
         self._has_begun = True
         batches = self._batches.iterate(self, epoch, first=first, move=self._move)
-        return batches if self.watch is None else self.watch(batches)
+        if self.watch is None:
+            return batches
+        return self.watch(batches)
 
     # -- positions for checkpoints ------------------------------------------------------------------
 

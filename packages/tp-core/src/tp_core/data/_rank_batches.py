@@ -142,7 +142,9 @@ def rank_batches(
 def n_samples(loader: object) -> int | None:
     """Return the number of samples of a loader's dataset; ``None`` where it is not known."""
     dataset = getattr(loader, "dataset", None)
-    return len(dataset) if isinstance(dataset, Sized) else None
+    if isinstance(dataset, Sized):
+        return len(dataset)
+    return None
 
 
 def _no_length(loader: Iterable[Any], why: str = "") -> LoaderError:
@@ -312,7 +314,9 @@ class BatchSizes:
         if number < self.full:
             return self.batch_size
         is_last = number == self.full and not self.drop_last
-        return self.samples % self.batch_size if is_last else 0
+        if is_last:
+            return self.samples % self.batch_size
+        return 0
 
 
 class BatchTotals:
@@ -414,7 +418,10 @@ class StreamBatches(_OwnBatches):
 
     def __init__(self, loader: Iterable[Any], ranks: Ranks, *, seed: int, collate: Collate | None) -> None:
         self._loader, self._ranks = loader, ranks
-        own = split_stream(loader, ranks.rank, ranks.size) if ranks.shard else None
+        if ranks.shard:
+            own = split_stream(loader, ranks.rank, ranks.size)
+        else:
+            own = None
         if own is None and ranks.shard and ranks.size > 1:
             raise LoaderError(cannot_shard(loader, ranks.size))
         self._is_split = own is not None and ranks.size > 1
@@ -507,7 +514,10 @@ class ElasticBatches(_OwnBatches):
         try:
             for number, batch in enumerate(source, start=first):
                 # Of a stream, an epoch has its own numbers; only evaluation skips some, and begins a pass.
-                progress.number = loader.number if self._skips_batches else number
+                if self._skips_batches:
+                    progress.number = loader.number
+                else:
+                    progress.number = number
                 progress.share = loader.share
                 yield batch if move is None else move(batch)
         finally:
@@ -523,4 +533,6 @@ class ElasticBatches(_OwnBatches):
 
     def measured(self) -> dict[str, float]:
         measure = getattr(self._source, "measured", None)
-        return {} if measure is None else dict(measure())
+        if measure is None:
+            return {}
+        return dict(measure())

@@ -34,9 +34,13 @@ def length_along(value: Any, dim: int = 0) -> int | None:
         return int(value.batch_sizes[0])
     if isinstance(value, Tensor):
         # Not its shape, which a nested tensor does not have.
-        return int(value.size(dim)) if value.ndim > dim else None
+        if value.ndim > dim:
+            return int(value.size(dim))
+        return None
     if is_array(value):
-        return int(value.shape[dim]) if value.ndim > dim else None
+        if value.ndim > dim:
+            return int(value.shape[dim])
+        return None
     return None
 
 

@@ -103,7 +103,9 @@ def _count_samples(batch: Any, chosen: int) -> int:
         return chosen
     lengths = (length_along(leaf) for leaf in tree_leaves(batch) if has_rows(leaf))
     first = next(lengths, None)
-    return first if first is not None and 0 < first < chosen else chosen
+    if first is not None and 0 < first < chosen:
+        return first
+    return chosen
 
 
 def _has_length(value: Any, length: int) -> bool:
@@ -355,7 +357,10 @@ class Scattering:
             if is_named:
                 yield _Length(level, len(value), path, value)
                 return
-            own_level = _IN_RECORDS if _are_records(value) else _IN_LISTS
+            if _are_records(value):
+                own_level = _IN_RECORDS
+            else:
+                own_level = _IN_LISTS
             level = max(level, own_level)
         for key, child in zip(keys_of(value), container.children(value), strict=True):
             yield from self._lengths(child, (*path, key), level, is_named=is_named)
@@ -412,7 +417,10 @@ class Scattering:
         for i in range(len(sizes)):
             own = [column[i] for column in columns]
             is_same = all(new is old for new, old in zip(own, children, strict=True))
-            piece = value if is_same else container.rebuild(value, own)
+            if is_same:
+                piece = value
+            else:
+                piece = container.rebuild(value, own)
             pieces.append(piece)
         return pieces
 
@@ -439,7 +447,9 @@ class Scattering:
         ends = accumulate(sizes)
         pieces = [value[end - size : end] for size, end in zip(sizes, ends, strict=True)]
         container = _CONTAINERS[type(value)]
-        return pieces if container is None else [container.rebuild(value, list(piece)) for piece in pieces]
+        if container is None:
+            return pieces
+        return [container.rebuild(value, list(piece)) for piece in pieces]
 
     def _is_unclear(self, value: Any, rows: int) -> bool:
         """Return whether a value may have an entry for each row, and may not."""
@@ -493,7 +503,10 @@ class Scattering:
     def _option(self, option: str, path: Path) -> str:
         first = path[0]
         is_place = len(path) == 1 and isinstance(first, int) and first not in self.names
-        name = f"({first},)" if is_place else f'("{self._dotted(path)}",)'
+        if is_place:
+            name = f"({first},)"
+        else:
+            name = f'("{self._dotted(path)}",)'
         if not self.backend:
             return f"{option}={name}"
         return f'options={{"{self.backend}": {{"{option}": {name}}}}}'
@@ -536,13 +549,18 @@ class Scattering:
 def _outermost_list(path: Path) -> Path | None:
     """Return the path of the outermost list around a value; ``None`` if there is none."""
     positions = [i for i, key in enumerate(path) if i > 0 and isinstance(key, int)]
-    return path[: positions[0]] if positions else None
+    if positions:
+        return path[: positions[0]]
+    return None
 
 
 def _parameter_names(function: Callable[..., Any] | None, count: int) -> dict[int, str]:
     """Return the names of the first positional arguments of a function, by their places."""
     try:
-        parameters = [] if function is None else list(inspect.signature(function).parameters.values())
+        if function is None:
+            parameters = []
+        else:
+            parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # written in C
         return {}
     several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD

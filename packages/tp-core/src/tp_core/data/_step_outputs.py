@@ -54,7 +54,9 @@ def joined_over_parts(values: Sequence[SampleRows], parts: Parts, device: torch.
 def row_count(value: Any) -> int | None:
     """Return the number of rows of ``value``; ``None`` if its leaves have none, or different numbers."""
     lengths = {_length(leaf) for leaf in _leaves(value)}
-    return lengths.pop() if len(lengths) == 1 else None
+    if len(lengths) == 1:
+        return lengths.pop()
+    return None
 
 
 def join_rows(values: Sequence[Any]) -> Any:
@@ -104,11 +106,15 @@ def _leaves(value: Any) -> list[Any]:
         return [leaf for v in value.values() for leaf in _leaves(v)]
     if isinstance(value, tuple) and not isinstance(value, PackedSequence):
         return [leaf for v in value for leaf in _leaves(v)]
-    return [] if value is None else [value]
+    if value is None:
+        return []
+    return [value]
 
 
 def _length(leaf: Any) -> int | None:
-    return len(leaf) if isinstance(leaf, list) else length_along(leaf)
+    if isinstance(leaf, list):
+        return len(leaf)
+    return length_along(leaf)
 
 
 def _like(first: tuple[Any, ...], entries: list[Any]) -> tuple[Any, ...]:
@@ -214,7 +220,9 @@ class _Combining(NamedTuple):
             if all(v.dim() for v in moved):
                 joined = cat_rows(moved)
                 in_order = length_along(joined) == sum(self.parts.counts)
-                return restore_order(joined, self.parts.order) if in_order else joined
+                if in_order:
+                    return restore_order(joined, self.parts.order)
+                return joined
         elif all(isinstance(v, PackedSequence) for v in values):
             pieces = joined_over_parts([SampleRows((v,)) for v in values], self.parts, self.device).pieces
             return cat_rows(pieces)
@@ -271,7 +279,10 @@ def read_weight(value: Any, *, name: str = "weight") -> float:
     elif isinstance(value, Real) and not isinstance(value, bool):
         number = float(value)
     else:
-        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        if isinstance(value, Tensor):
+            got = f"a tensor of shape {tuple(value.shape)}"
+        else:
+            got = repr(value)
         msg = (
             f"the step's {name!r} must be a number or a scalar tensor, over how many units (tokens, pixels, "
             f"samples) its loss and metrics are means; got {got:.200}"
@@ -377,7 +388,10 @@ def step_identity(step: Any, *, unwraps: bool = False) -> object:
     code = getattr(function, "__code__", None)
     if code is None:
         return _number_of(step)
-    owner = _number_of(step.__self__) if function is not step else None
+    if function is not step:
+        owner = _number_of(step.__self__)
+    else:
+        owner = None
     contents = []
     for cell in function.__closure__ or ():
         try:

@@ -142,7 +142,9 @@ class Stream:
         if not self._is_placed:
             self._skip = done
         self._pass, self._done = epoch, done
-        return self._start() if not self._is_endless else self._counted(self._start())
+        if not self._is_endless:
+            return self._start()
+        return self._counted(self._start())
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
@@ -263,8 +265,14 @@ class Stream:
             )
             raise LoaderError(msg)
         continues_stream, self._seed = continues_stream and self._is_endless, seed
-        done = state.get("done", batches) if continues_stream else batches
-        self._pass = state.get("pass", epoch) if continues_stream else epoch
+        if continues_stream:
+            done = state.get("done", batches)
+        else:
+            done = batches
+        if continues_stream:
+            self._pass = state.get("pass", epoch)
+        else:
+            self._pass = epoch
         self._done = done
         self._iterator, self._ahead, self._skip, self._is_placed = None, NOTHING, 0, False
         self._beginning = state.get("beginning")

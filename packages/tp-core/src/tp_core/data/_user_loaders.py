@@ -117,7 +117,9 @@ def is_elastic(loader: object) -> TypeGuard[ElasticLoader]:
 def batches_in(loader: Any, epoch: int) -> int:
     """Return the number of batches of an epoch, in which those of some elastic loaders differ."""
     own = getattr(loader, "batches_in", None)
-    return len(loader) if own is None else int(own(epoch))
+    if own is None:
+        return len(loader)
+    return int(own(epoch))
 
 
 def position_holder(loader: object) -> Any:
@@ -196,7 +198,10 @@ def drawing(loader: DataLoader[Any]) -> str:
     """
     dataset, batches = loader.dataset, loader.batch_sampler
     sampler = getattr(batches, "sampler", None)
-    number = f"{len(dataset)} samples" if isinstance(dataset, Sized) else "samples"
+    if isinstance(dataset, Sized):
+        number = f"{len(dataset)} samples"
+    else:
+        number = "samples"
     kinds = " and ".join(type(each).__name__ for each in (sampler, batches) if each is not None)
     picked = [*_indices_in(dataset)]
     if isinstance(sampler, SubsetRandomSampler):

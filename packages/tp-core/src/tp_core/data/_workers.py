@@ -255,7 +255,10 @@ def _end(popen: Any) -> None:
     if popen is None or popen.returncode is not None:
         return
     is_main = threading.current_thread() is threading.main_thread()  # the only one that may set handlers
-    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if is_main else None
+    if is_main:
+        before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    else:
+        before = None
     try:
         popen.kill()
         popen.wait(_END_S)

@@ -96,8 +96,12 @@ def _system_error(error: Exception) -> OSError | None:
             cause = cause.__cause__ or cause.__context__
     elif type(error).__name__ == "SafetensorError":
         number = re.search(r"\(os error (\d+)\)", str(error))
-        return None if number is None else OSError(int(number[1]), os.strerror(int(number[1])))
-    return cause if isinstance(cause, OSError) else None
+        if number is None:
+            return None
+        return OSError(int(number[1]), os.strerror(int(number[1])))
+    if isinstance(cause, OSError):
+        return cause
+    return None
 
 
 def sync_folder(folder: Path) -> None:

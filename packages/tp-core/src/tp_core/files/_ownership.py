@@ -129,7 +129,10 @@ class Ownership:
 
     def _refusal(self) -> str:
         kind = "folder" if self._is_folder else "file"
-        lock = self._marker_file if self._marker_file.exists() else self._file
+        if self._marker_file.exists():
+            lock = self._marker_file
+        else:
+            lock = self._file
         return (
             f"{self._place} is in use: {_holder(self._file)}. It belongs to one run at a time: wait for the "
             f"end of that run, or give another {kind}. Only if it was lost together with its host, delete "
@@ -206,7 +209,9 @@ def lock_file_of(place: Path, *, is_folder: bool = False) -> Path:
 def run_in(file: Path) -> str | None:
     """Return the run in a lock file: the last one that wrote there."""
     run = _owner(file).get("run")
-    return run if isinstance(run, str) else None
+    if isinstance(run, str):
+        return run
+    return None
 
 
 def _open(file: Path) -> int:
@@ -228,7 +233,10 @@ def _open(file: Path) -> int:
         if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:  # 0: it was deleted since
             return descriptor
         os.close(descriptor)
-    what = "a link" if is_link else "another file's second name, or no file"
+    if is_link:
+        what = "a link"
+    else:
+        what = "another file's second name, or no file"
     msg = f"{file} is {what}, and tp would overwrite it as its lock: delete it"
     raise OSError(errno.ELOOP, msg)
 
@@ -240,7 +248,9 @@ def _owner(file: Path) -> dict[str, object]:
             owner = json.loads(opened.read(10_000))
     except (OSError, ValueError, RecursionError):
         return {}
-    return owner if isinstance(owner, dict) else {}
+    if isinstance(owner, dict):
+        return owner
+    return {}
 
 
 def _holder(file: Path) -> str:

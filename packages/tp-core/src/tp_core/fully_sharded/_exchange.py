@@ -53,7 +53,11 @@ class ReplacedParameter(nn.Parameter):
             return id(args[0])
         leaves = tree_leaves([list(args), kwargs or {}])
         names = [vars(leaf)["tp_name"] for leaf in leaves if type(leaf) is cls]
-        name = repr(names[0]) if names else "one"  # it may be within an object that is no container
+        # it may be within an object that is no container
+        if names:
+            name = repr(names[0])
+        else:
+            name = "one"
         msg = (
             f"this parameter was {name} of a model until the model was prepared; a shard "
             "has taken its place, and this one has no values any more. Take it from the model again, after "
@@ -121,7 +125,10 @@ class GradientHooks:
         self._name = name
         self.parameter: Any = parameter
         self._tensor_hooks = [tensor_hooks] if tensor_hooks else []
-        self._accumulated_hooks = [accumulated_hooks] if accumulated_hooks else []
+        if accumulated_hooks:
+            self._accumulated_hooks = [accumulated_hooks]
+        else:
+            self._accumulated_hooks = []
         self._kept: Tensor | None = None  # what earlier backward passes have accumulated
         self._is_in_backward = False
         self._listens = False
@@ -213,7 +220,10 @@ class GradientHooks:
             mesh, placements = gradient.device_mesh, gradient.placements
             gradient = self._result_of(later, gradient).redistribute(mesh, placements)
         kept, self._kept = self._kept, None
-        parameter.grad = gradient if kept is None else kept.add_(gradient)
+        if kept is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad = kept.add_(gradient)
         if any(self._accumulated_hooks):
             self._call_accumulated(parameter)
 

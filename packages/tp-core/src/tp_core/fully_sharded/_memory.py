@@ -48,7 +48,9 @@ def resolve_options(job: Job, options: OptionsT, *, ranks: int) -> OptionsT:
     candidates = list(_candidates(job, options))
     footprint, model = job.footprint, job.model
     if footprint is None or model is None:
-        return candidates[0] if len(candidates) == 1 else _usual(options)
+        if len(candidates) == 1:
+            return candidates[0]
+        return _usual(options)
     if all(candidate == candidates[0] for candidate in candidates):
         return candidates[0]
     for candidate in candidates:
@@ -173,7 +175,10 @@ def _highest(
     missing = {unit.name: len(unit.sizes) for unit in units}
     # Gradients of batches that only accumulate are not reduced: each rank holds them whole.
     accumulates = job.accumulate > 1
-    gradients = sum(unit.gradients for unit in units) if accumulates else 0
+    if accumulates:
+        gradients = sum(unit.gradients for unit in units)
+    else:
+        gradients = 0
     # Units that stay whole after the forward are whole where the backward begins; else the last one alone is.
     whole_units = units if kept else units[-1:]
     gathered = rest.whole + sum(unit.whole for unit in whole_units)
@@ -196,7 +201,10 @@ def _highest(
             continue
         missing[unit.name] -= 1
         if not missing[unit.name]:
-            gathered = gathered - unit.whole if kept else rest.whole + ahead
+            if kept:
+                gathered = gathered - unit.whole
+            else:
+                gathered = rest.whole + ahead
             # The reduction's input stays until the next one.
             peak = max(peak, activations + gathered + gradients + _reducing(unit, ranks, is_cpu=is_cpu))
             gradients -= unit.gradients
@@ -310,4 +318,6 @@ def _round_up(nbytes: int, block: int) -> int:
 
 def _size_of(job: Job, parameter: nn.Parameter) -> int:
     lowers = job.precision == "bf16-true" and parameter.is_floating_point()
-    return torch.bfloat16.itemsize if lowers else parameter.element_size()
+    if lowers:
+        return torch.bfloat16.itemsize
+    return parameter.element_size()

@@ -57,7 +57,9 @@ def whole_matrix_optimizer(optimizer: Optimizer) -> str | None:
             return kind.__name__
     if type(optimizer).__module__.startswith("torch.") or steps_whole(optimizer):
         return None
-    return type(optimizer).__name__ if _mixes_elements(optimizer) else None
+    if _mixes_elements(optimizer):
+        return type(optimizer).__name__
+    return None
 
 
 _TRIAL_STEPS = 3  # the first may only fill the state
@@ -275,7 +277,8 @@ def _step_only(optimizer: Optimizer, group: dict[str, Any], parameters: list[Ten
     optimizer.param_groups[:] = [group]
     step = type(optimizer).step
     # Below torch's wrapper, which calls the hooks: this is a part of the step that they are for.
-    step = getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
+    if hasattr(step, "hooked"):
+        step = getattr(step, "__wrapped__", step)
     step(optimizer)
 
 
@@ -376,7 +379,10 @@ def total_shard_norm(model: nn.Module, norm_type: float, *, device: torch.device
     if split:
         # Over the last axis only, the shards': along another axis are copies, which must count once.
         group = split[0].device_mesh.get_group(split[0].device_mesh.ndim - 1)
-        operation = dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM
+        if norm_type == math.inf:
+            operation = dist.ReduceOp.MAX
+        else:
+            operation = dist.ReduceOp.SUM
         dist.all_reduce(total, operation, group=group)
     others = _power(whole, norm_type, device)
     if norm_type == math.inf:
@@ -388,7 +394,9 @@ def _power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tenso
     """Return the sum of the elements' powers, or their maximum; 0 for none."""
     norm = nn.utils.get_total_norm([grad for grad in grads if grad.numel()], norm_type)
     norm = norm.to(device, wide_float(device))  # squares of large gradients overflow float32
-    return norm if norm_type == math.inf else norm**norm_type
+    if norm_type == math.inf:
+        return norm
+    return norm**norm_type
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -93,7 +93,9 @@ class FullyShardOptions:
 def parameter_type(options: FullyShardOptions, job: Job) -> torch.dtype | None:
     """Return the dtype in which parameters are gathered; ``None`` for their own."""
     chosen = options.param_dtype
-    return _OF_PRECISION.get(job.precision) if isinstance(chosen, str) else chosen
+    if isinstance(chosen, str):
+        return _OF_PRECISION.get(job.precision)
+    return chosen
 
 
 def reduction_type(options: FullyShardOptions, job: Job) -> torch.dtype | None:
@@ -102,7 +104,9 @@ def reduction_type(options: FullyShardOptions, job: Job) -> torch.dtype | None:
     if not isinstance(chosen, str):
         return chosen
     lower = parameter_type(options, job) in {torch.bfloat16, torch.float16}
-    return torch.float32 if lower or job.precision == "bf16-true" else None
+    if lower or job.precision == "bf16-true":
+        return torch.float32
+    return None
 
 
 def check_offload(options: FullyShardOptions, job: Job) -> None:

@@ -222,7 +222,9 @@ def _written_part(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Par
             "parameters on each rank"
         )
         raise StepError(msg)
-    return written if type(written) is PartOfShards else None
+    if type(written) is PartOfShards:
+        return written
+    return None
 
 
 def _write(func: Any, args: Sequence[Any], kwargs: dict[str, Any], part: PartOfShards) -> Any:
@@ -239,7 +241,9 @@ def _write(func: Any, args: Sequence[Any], kwargs: dict[str, Any], part: PartOfS
         ]
         result = func(*with_view[0], **with_view[1])
         fill_from_whole(part, view)
-        return part if result is view else result
+        if result is view:
+            return part
+        return result
 
     return _write_whole(source.tensor, write)
 

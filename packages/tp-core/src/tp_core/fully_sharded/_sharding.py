@@ -143,7 +143,10 @@ class Sharding:
 
     def _shard(self, model: nn.Module) -> None:
         sharded = sharded_modules(model)
-        units = {} if sharded else find_units(model, self._options.units).modules
+        if sharded:
+            units = {}
+        else:
+            units = find_units(model, self._options.units).modules
         if self._options.activation_checkpointing:
             for module in units.values() or [model]:
                 _checkpoint_activations(module)
@@ -180,8 +183,14 @@ class Sharding:
         if is_root and type(module).forward is nn.Module.forward:
             mix_in(_WithForward, module)
         # None: torch keeps the root's parameters after forward, as backward begins with them.
-        reshard_after_forward = None if is_root else bool(self._options.reshard_after_forward)
-        param_dtype = None if is_norm else parameter_type(self._options, self._job)
+        if is_root:
+            reshard_after_forward = None
+        else:
+            reshard_after_forward = bool(self._options.reshard_after_forward)
+        if is_norm:
+            param_dtype = None
+        else:
+            param_dtype = parameter_type(self._options, self._job)
         offload_policy = CPUOffloadPolicy() if self._options.offload else OffloadPolicy()
         fully_shard(
             module,
@@ -543,7 +552,10 @@ def _bring_to_one_type(group: Any) -> None:
         types.add(accumulated)
     if len(types) < 2:
         return
-    common = group.mp_policy.param_dtype if accumulated is None else accumulated
+    if accumulated is None:
+        common = group.mp_policy.param_dtype
+    else:
+        common = accumulated
     for fsdp_param, gathered in fresh:
         if gathered.grad.dtype != common:
             fsdp_param.unsharded_accumulated_grad = gathered.grad.to(common)

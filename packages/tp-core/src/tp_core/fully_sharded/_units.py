@@ -99,7 +99,10 @@ def _check_kinds(model: nn.Module) -> None:
 def _predicate(rule: UnitRule) -> tuple[Callable[[nn.Module], bool], str]:
     """Return a predicate of modules for a rule, and the rule in words."""
     several = isinstance(rule, list | tuple | set | frozenset)
-    kinds = list(rule) if isinstance(rule, list | tuple | set | frozenset) else [rule]
+    if isinstance(rule, list | tuple | set | frozenset):
+        kinds = list(rule)
+    else:
+        kinds = [rule]
     names = {kind for kind in kinds if isinstance(kind, str)}
     classes = tuple(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, nn.Module))
     if kinds and len(names) + len(classes) == len(set(kinds)):

@@ -30,7 +30,9 @@ def plain_name(name: str) -> str:
         >>> plain_name("_orig_mod.head._orig_mod.weight")
         'head.weight'
     """
-    return ".".join(part for part in name.split(".") if part != _COMPILED) if _COMPILED in name else name
+    if _COMPILED in name:
+        return ".".join(part for part in name.split(".") if part != _COMPILED)
+    return name
 
 
 def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,7 +75,9 @@ def norm_dtype(parameters: Iterable[torch.Tensor]) -> torch.dtype:
     another dtype than the others, and scale its gradients differently.
     """
     dtypes = {parameter.dtype.to_real() for parameter in parameters if parameter.requires_grad}
-    return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+    if dtypes:
+        return functools.reduce(torch.promote_types, dtypes)
+    return torch.float32
 
 
 def quantized_parts(tensor: torch.Tensor) -> list[torch.Tensor] | None:
@@ -81,7 +85,10 @@ def quantized_parts(tensor: torch.Tensor) -> list[torch.Tensor] | None:
 
     That is a tensor of a class that wraps others, as those of torchao do; DTensors are none.
     """
-    flatten = None if is_dtensor(tensor) else getattr(tensor, "__tensor_flatten__", None)
+    if is_dtensor(tensor):
+        flatten = None
+    else:
+        flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return None
     inner = [getattr(tensor, name) for name in flatten()[0]]
@@ -226,7 +233,9 @@ def whole(tensor: Tensor) -> Tensor:
     """
     if not is_dtensor(tensor):
         put_together: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
-        return tensor if put_together is None else put_together()
+        if put_together is None:
+            return tensor
+        return put_together()
     device = tensor.device_mesh.device_type
     # With offload the host keeps the parts, and the ranks' group communicates on the device only.
     on_device: Any = tensor if tensor.device.type == device else tensor.to(device)

@@ -83,7 +83,9 @@ class PluginInfo:
 
     def __str__(self) -> str:
         origin = f"{self.distribution} {self.version}".rstrip()
-        return self.name if origin == self.name else f"{self.name} ({origin})"
+        if origin == self.name:
+            return self.name
+        return f"{self.name} ({origin})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,14 @@ class BrokenPlugin:
     @property
     def remedy(self) -> str:
         """The advice to the user."""
-        missing = self.error.name if isinstance(self.error, ModuleNotFoundError) else None
-        first = f"install what brings the module {missing!r}" if missing else "update it or uninstall it"
+        if isinstance(self.error, ModuleNotFoundError):
+            missing = self.error.name
+        else:
+            missing = None
+        if missing:
+            first = f"install what brings the module {missing!r}"
+        else:
+            first = "update it or uninstall it"
         return f"{first}, or block it with TP_DISABLE_PLUGINS={self.info.name}"
 
     @property
@@ -206,7 +214,10 @@ def class_of(name: str) -> type:
 
 def as_plugin(plugin: object, name: str | None) -> tuple[object, str]:
     kinds = tuple(map(class_of, HOOKS))
-    bare = _made(plugin) if isinstance(plugin, type) and issubclass(plugin, kinds) else plugin
+    if isinstance(plugin, type) and issubclass(plugin, kinds):
+        bare = _made(plugin)
+    else:
+        bare = plugin
     for kind in kinds:
         if isinstance(bare, kind):
             hook = hook_of(kind)
@@ -226,7 +237,10 @@ def all_validated(hook: Callable[[], Iterable[object]], kind: type[T], info: Plu
     answer = hook()
     if not isinstance(answer, Iterable):
         is_single = isinstance(answer, kind) or (isinstance(answer, type) and issubclass(answer, kind))
-        got = f"the {word_of(kind)} itself" if is_single else f"{type(answer).__name__}: {answer!r}"
+        if is_single:
+            got = f"the {word_of(kind)} itself"
+        else:
+            got = f"{type(answer).__name__}: {answer!r}"
         msg = f"{hook_of(kind)} of plugin {info} must return a list of {kind.__name__} objects, got {got}"
         raise ContractError(msg)
     return [validated(item, kind, info) for item in answer]

@@ -170,7 +170,10 @@ def resolve_conflicts(
         if first_party is not None:
             kept.append(first_party)
         left_out = tuple(_info(c) for c in wanting if c is not first_party)
-        owner = own.get(name) if first_party is None else _info(first_party)
+        if first_party is None:
+            owner = own.get(name)
+        else:
+            owner = _info(first_party)
         conflicts.append(NameConflict(kind, name, owner, left_out))
     return tuple(kept), tuple(conflicts)
 
@@ -311,7 +314,10 @@ class PluginRegistry:
             kind: The class of the contributions, as `Backend` or `LoggerFactory`; ``None`` for all.
         """
         with self._lock:
-            kinds = list(map(class_of, HOOKS)) if kind is None else [kind]
+            if kind is None:
+                kinds = list(map(class_of, HOOKS))
+            else:
+                kinds = [kind]
             for each in kinds:
                 self._collect(each)
             return tuple(conflict for each in kinds for conflict in self._conflicts[each])
@@ -413,7 +419,10 @@ class PluginRegistry:
         with self._lock:
             self._discover()
             if kind not in self._cache:
-                own = dict.fromkeys(OWN_COMMANDS, _TP_CORE) if kind is Command else {}
+                if kind is Command:
+                    own = dict.fromkeys(OWN_COMMANDS, _TP_CORE)
+                else:
+                    own = {}
                 resolved = resolve_conflicts(word_of(kind), self._ask(kind), own=own)
                 self._cache[kind], self._conflicts[kind] = resolved
             return self._cache[kind]

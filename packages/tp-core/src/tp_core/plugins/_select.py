@@ -144,7 +144,10 @@ def select(
         msg = f"backend {wanted!r} ({asked_by}) of {chosen.origin} cannot be used: {chosen.verdict.reason}"
         raise PluginError(msg) from chosen.error
     if not chosen.verdict.is_fit and not chosen.verdict.lacks_memory:
-        remedy = f"; {chosen.verdict.remedy}" if chosen.verdict.remedy else ""
+        if chosen.verdict.remedy:
+            remedy = f"; {chosen.verdict.remedy}"
+        else:
+            remedy = ""
         msg = f"backend {wanted!r} ({asked_by}) does not fit: {chosen.verdict.reason}{remedy}"
         raise SelectionError(msg)
     return Selection(chosen, candidates, asked_by)
@@ -172,7 +175,10 @@ def format_candidates(candidates: Iterable[Candidate], *, chosen: str | None) ->
         score = candidate.verdict.score
         text = "unfit" if score is None else f"{score:g}"
         rows.append((mark, candidate.name, candidate.origin, text, _explained(candidate)))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)] if rows else []
+    if rows:
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    else:
+        widths = []
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row[:4], widths, strict=True)]
         yield "  " + "  ".join([*cells, row[4]])
@@ -213,7 +219,8 @@ def _assess(job: Job, contribution: Contribution[Backend[Any]]) -> Candidate:
             if not isinstance(need, MemoryNeed | None):
                 msg = f"it must return a MemoryNeed or None, got {type(need).__name__}"
                 raise ContractError(msg)
-            verdict = verdict if need is None else verdict.with_memory(need)
+            if need is not None:
+                verdict = verdict.with_memory(need)
         except Exception as e:  # noqa: BLE001 - a plugin may raise anything
             verdict, error = Verdict.unfit(f"estimate_memory() raised {describe(e)}"), e
     seconds = perf_counter() - began
@@ -278,7 +285,10 @@ def _unknown(wanted: str, asked_by: str, installed: Collection[str]) -> str:
     elif wanted in ("deepspeed", "fully_shard", "zero"):
         lines.append("'fsdp' shards weights, gradients and optimizer state")
     elif similar := get_close_matches(str(wanted).lower(), known, n=1):
-        source = f" (pip install {missing[similar[0]]})" if similar[0] in missing else ""
+        if similar[0] in missing:
+            source = f" (pip install {missing[similar[0]]})"
+        else:
+            source = ""
         lines.append(f"did you mean {similar[0]!r}{source}?")
     elif missing:
         offers = ", ".join(f"{n!r} (pip install {d})" for n, d in sorted(missing.items()))

@@ -114,7 +114,9 @@ def _autocast_dtypes(types: tuple[str, ...]) -> dict[str, torch.dtype]:
     """
     home = types[0]
     dtypes = {kind: torch.get_autocast_dtype(kind) for kind in types if torch.is_autocast_enabled(kind)}
-    return dict.fromkeys(types, dtypes[home]) | dtypes if home in dtypes else dtypes
+    if home in dtypes:
+        return dict.fromkeys(types, dtypes[home]) | dtypes
+    return dtypes
 
 
 def _autocast(kind: str, dtype: torch.dtype, _device: torch.device) -> AbstractContextManager[Any]:

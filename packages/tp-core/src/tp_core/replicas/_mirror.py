@@ -109,7 +109,10 @@ def copy_coalesced(
         whole = members[0] if len(bucket) == 1 else _flat(members)
         arrived = _spread(whole, [device for _, device in far])
         for (row, _), tensor in zip(far, arrived, strict=True):
-            pieces = [tensor] if len(bucket) == 1 else _pieces(tensor, members)
+            if len(bucket) == 1:
+                pieces = [tensor]
+            else:
+                pieces = _pieces(tensor, members)
             torch._foreach_copy_([row[i] for i in bucket], pieces)  # one kernel for all of them
 
 
@@ -143,7 +146,9 @@ def _pieces(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 def _in_order(tensor: Tensor) -> Tensor:
     order = _order(tensor)
-    return tensor if order is None else tensor.permute(order)
+    if order is None:
+        return tensor
+    return tensor.permute(order)
 
 
 def _order(tensor: Tensor) -> list[int] | None:
@@ -154,7 +159,9 @@ def _order(tensor: Tensor) -> list[int] | None:
     if tensor.is_contiguous():
         return None
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return order if tensor.permute(order).is_contiguous() else None
+    if tensor.permute(order).is_contiguous():
+        return order
+    return None
 
 
 def _buckets(tensors: Sequence[Tensor], device: torch.device, *, force_flat: bool) -> Iterator[list[int]]:
@@ -526,7 +533,9 @@ def side_stream(device: torch.device) -> torch.Stream | None:
     if device.type == "cpu":
         return None
     stream = torch.accelerator.current_stream(device)
-    return None if stream.stream_id == 0 else stream
+    if stream.stream_id == 0:
+        return None
+    return stream
 
 
 @contextmanager

@@ -151,7 +151,9 @@ class Streams:
             return nullcontext()
         if self._is_shared[number]:
             return SerializedRng(self, generator, number)
-        return nullcontext() if number == 0 else OwnRng(self, generator, number)
+        if number == 0:
+            return nullcontext()
+        return OwnRng(self, generator, number)
 
     def note_start(self) -> None:
         """Record the state at the call's beginning; call it before anything is drawn."""
@@ -166,7 +168,10 @@ class Streams:
             torch.rand((), device=self._devices[0])
 
     def seed(self, number: int) -> int:
-        state = b"" if self._start is None else self._start.numpy().tobytes()
+        if self._start is None:
+            state = b""
+        else:
+            state = self._start.numpy().tobytes()
         digest = hashlib.blake2b(state, digest_size=8, salt=number.to_bytes(8, "little"))
         return int.from_bytes(digest.digest()) >> 1  # torch takes a signed 64-bit seed
 
@@ -298,9 +303,9 @@ def _drawing_lock() -> AbstractContextManager[Any]:
     same one; torch has no public name for it.
     """
     compiler: Any = sys.modules.get("torch._dynamo.convert_frame")
-    return (
-        threading.Lock() if compiler is None else cast("AbstractContextManager[Any]", compiler.compile_lock)
-    )
+    if compiler is None:
+        return threading.Lock()
+    return cast("AbstractContextManager[Any]", compiler.compile_lock)
 
 
 def _generator(device: torch.device) -> torch.Generator | HiddenGenerator | None:

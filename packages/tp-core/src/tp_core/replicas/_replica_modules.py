@@ -241,7 +241,10 @@ class OwnContainers:
 
     def _copy(self, real: Any) -> Any:
         if isinstance(real, torch.Generator):
-            device = self._device if real.device == self._home else real.device
+            if real.device == self._home:
+                device = self._device
+            else:
+                device = real.device
             return torch.Generator(device)
         return copy.copy(real)
 
@@ -263,13 +266,19 @@ class OwnContainers:
         values = real.values() if kind in _DICTS else real
         is_plain = not any(k in _CONTAINERS or issubclass(k, nn.Module) for k in set(map(type, values)))
         if kind is list:
-            own[:] = real if is_plain else [self._version(v, own_of) for v in real]
+            if is_plain:
+                own[:] = real
+            else:
+                own[:] = [self._version(v, own_of) for v in real]
             return
         own.clear()
         if kind in _DICTS:
             own.update(real if is_plain else {k: self._version(v, own_of) for k, v in real.items()})
             return
-        values = real if is_plain else [self._version(v, own_of) for v in real]
+        if is_plain:
+            values = real
+        else:
+            values = [self._version(v, own_of) for v in real]
         if kind is deque:
             own.extend(values)
         else:
@@ -505,7 +514,10 @@ class ReplicaModules:
         from outside changes the real ones, too, and that is noticed. Hooks may change any attribute.
         """
         was_hooked, self._is_hooked = self._is_hooked, self._structure.is_hooked()
-        looked_at = self._all if was_hooked or self._is_hooked else self._some
+        if was_hooked or self._is_hooked:
+            looked_at = self._all
+        else:
+            looked_at = self._some
         return looked_at.is_same()
 
     def give_parameters(self, exposed: dict[int, Tensor]) -> None:
@@ -516,7 +528,10 @@ class ReplicaModules:
             own = replica.own["_parameters"]
             own.clear()
             for name, parameter in real._parameters.items():
-                own[name] = None if parameter is None else exposed[id(parameter)]
+                if parameter is None:
+                    own[name] = None
+                else:
+                    own[name] = exposed[id(parameter)]
             if isinstance(real, nn.RNNBase):
                 _give_flat_weights(real, replica.own)
                 replica.version = -1

@@ -199,12 +199,18 @@ class ReplicaCache:
 
     def _give(self, keys: list[Any], count: int, structure: Structure, *, grad: bool) -> None:
         """Give the copies to the modules, unless they have them already."""
-        trained = [p.requires_grad for p in self._parameters] if grad else []
+        if grad:
+            trained = [p.requires_grad for p in self._parameters]
+        else:
+            trained = []
         # Autograd runs backward on the stream of the forward: another stream needs another graph.
         wanted = keys, grad, trained, side_stream(self._devices[0])
         if self._exposed_for != wanted:
             mirrors = [self._mirrors[k] for k in keys]
-            rows = expose_to_autograd(self._parameters, mirrors) if grad else [m.copies for m in mirrors]
+            if grad:
+                rows = expose_to_autograd(self._parameters, mirrors)
+            else:
+                rows = [m.copies for m in mirrors]
             ids = [id(p) for p in self._parameters]
             self._exposed = {k: dict(zip(ids, row, strict=True)) for k, row in zip(keys, rows, strict=True)}
             self._exposed_for = wanted
@@ -304,7 +310,9 @@ def leave_to_others(tensors: Sequence[Tensor]) -> None:
 
 def _nodes_of(value: Any) -> list[Any]:
     if type(value) is Tensor:
-        return [] if value.grad_fn is None else [value.grad_fn]
+        if value.grad_fn is None:
+            return []
+        return [value.grad_fn]
     values, seen, nodes = [value], set(), []
     while values:
         item = values.pop()

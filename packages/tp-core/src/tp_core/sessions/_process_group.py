@@ -83,7 +83,11 @@ def _attempt() -> str:
 def _connect(address: str, port: int, rank: int, world_size: int, timeout_s: float) -> Store:
     from torch.distributed.rendezvous import rendezvous
 
-    host = f"[{address}]" if ":" in address else address  # IPv6 in a URL
+    # IPv6 in a URL
+    if ":" in address:
+        host = f"[{address}]"
+    else:
+        host = address
     store, _, _ = next(
         rendezvous(f"tcp://{host}:{port}", rank, world_size, timeout=timedelta(seconds=timeout_s))
     )
@@ -208,7 +212,10 @@ def new_process_group(
     Collective: the creation of the group, and with gloo one tiny all-reduce over the members.
     """
     members = None if ranks is None else list(ranks)
-    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    if timeout_s is None:
+        timeout = None
+    else:
+        timeout = timedelta(seconds=timeout_s)
     group = dist.new_group(
         members,
         timeout=timeout,

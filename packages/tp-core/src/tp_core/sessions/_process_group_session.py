@@ -78,10 +78,19 @@ class ProcessGroupSession(Session):
         super().__init__(job)
         # Read once: the training loop needs them in every step, and torch's functions cost more.
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        rank = dist.get_rank(data_group) if data_rank is None else data_rank
-        size = dist.get_world_size(data_group) if data_size is None else data_size
+        if data_rank is None:
+            rank = dist.get_rank(data_group)
+        else:
+            rank = data_rank
+        if data_size is None:
+            size = dist.get_world_size(data_group)
+        else:
+            size = data_size
         self._gradient_group, self._gradient_size = data_group, size
-        shared = size if job.ranks_per_sample == -1 else job.ranks_per_sample
+        if job.ranks_per_sample == -1:
+            shared = size
+        else:
+            shared = job.ranks_per_sample
         if size % shared:
             if leave is not None:
                 leave()
@@ -214,7 +223,10 @@ class ProcessGroupSession(Session):
         check_no_max_norm(model, "each rank")
         self._share_quantized(model)
         self._check_scales(model)
-        device_ids = None if self.device.type == "cpu" else [self.device]
+        if self.device.type == "cpu":
+            device_ids = None
+        else:
+            device_ids = [self.device]
         averaging = SteppingDataParallel(
             model,
             device_ids=device_ids,
@@ -341,9 +353,14 @@ class ProcessGroupSession(Session):
         """
         retain_graph = retain_graph or create_graph
         if self.job.loss == "sum":
-            factor = float(self._data_size) if share is None or share.samples else 0.0
+            if share is None or share.samples:
+                factor = float(self._data_size)
+            else:
+                factor = 0.0
+        elif share is None:
+            factor = 1.0
         else:
-            factor = 1.0 if share is None else share.samples * self._data_size / share.total
+            factor = share.samples * self._data_size / share.total
 
         def run() -> None:
             if factor:
@@ -388,7 +405,10 @@ class ProcessGroupSession(Session):
         Collective: an all-gather of the lengths, an all-gather of the padded tensors; no gradients.
         """
         local = value.detach().to(self.device)
-        local = local.reshape(1) if local.dim() == 0 else local.contiguous()
+        if local.dim() == 0:
+            local = local.reshape(1)
+        else:
+            local = local.contiguous()
         if self._data_size == 1:
             return local.to(value.device)
         # The lengths first: all_gather takes tensors of one shape, so each is padded to the longest.
@@ -422,7 +442,10 @@ class ProcessGroupSession(Session):
         Collective: one barrier over all ranks.
         """
         # NCCL's barrier is an all-reduce on a device: named here, or torch would choose one by itself.
-        device_ids = [self.device.index] if binds_process_groups(self.device) else None
+        if binds_process_groups(self.device):
+            device_ids = [self.device.index]
+        else:
+            device_ids = None
         dist.barrier(device_ids=device_ids)
 
     # -- state --------------------------------------------------------------------------------

@@ -54,7 +54,10 @@ class ReductionWatch:
 
     def know(self, model: nn.Module) -> None:
         """Record that the gradients of the present parameters of ``model`` are averaged."""
-        plain = model.module if isinstance(model, SteppingDataParallel) else model
+        if isinstance(model, SteppingDataParallel):
+            plain = model.module
+        else:
+            plain = model
         self._parameter_ids.setdefault(plain, set()).update(map(id, model.parameters()))
         self.listen()
 

@@ -221,5 +221,8 @@ class SteppingDataParallel(DistributedDataParallel):
 
 
 def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    if len(names) > _MOST_NAMES:
+        more = f" and {len(names) - _MOST_NAMES} more"
+    else:
+        more = ""
     return ", ".join(map(repr, names[:_MOST_NAMES])) + more

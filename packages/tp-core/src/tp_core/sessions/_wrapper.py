@@ -34,7 +34,9 @@ def _forward(name: str) -> Any:
     def write(self: SessionWrapper, value: Any) -> None:
         setattr(self.inner, name, value)
 
-    return forward if callable(getattr(Session, name, None)) else property(read, write)
+    if callable(getattr(Session, name, None)):
+        return forward
+    return property(read, write)
 
 
 for _name in ("job", "device", "closed", *(n for n in vars(Session) if not n.startswith("_"))):

@@ -52,7 +52,10 @@ class SliceBuffer:
         self._like = like
         self._is_own = dtype is None and not like.is_meta
         local: Tensor = like.detach().to_local() if is_dtensor(like) else like.detach()  # type: ignore[attr-defined]  # a DTensor
-        self._memory = local if self._is_own else torch.empty(local.shape, dtype=dtype or like.dtype)
+        if self._is_own:
+            self._memory = local
+        else:
+            self._memory = torch.empty(local.shape, dtype=dtype or like.dtype)
         self.target: Tensor | TensorSlice = (
             _within(cut, like, like, self._memory) if is_dtensor(like) else cut(like, self._memory)
         )
@@ -94,7 +97,9 @@ def _parts(dtensor: Any, local: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
         )
         raise StateError(msg)
     ((start, _),) = local_parts(dtensor)
-    return [(start, local)] if local.numel() else []
+    if local.numel():
+        return [(start, local)]
+    return []
 
 
 # -- The tensors of a state on the disk: one file, or a folder that several ranks have written together

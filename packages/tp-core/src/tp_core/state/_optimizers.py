@@ -204,7 +204,10 @@ def numbered_state(
     packed = optimizer.state_dict()
     groups = []
     for group, origins in zip(packed["param_groups"], _origins(names, saved), strict=True):
-        settings = saved.groups[min(origins)]["settings"] if origins else {}
+        if origins:
+            settings = saved.groups[min(origins)]["settings"]
+        else:
+            settings = {}
         groups.append(group | {key: _like_old(group.get(key), value) for key, value in settings.items()})
     flat = [name for group in names for name in group]
     parameters = dict(zip(flat, _parameters(optimizer), strict=True))
@@ -292,7 +295,10 @@ def _check_group(
             )
             raise StateError(msg)
     # Other versions of torch may lack some that this one has.
-    foreign = sorted(settings_of[names[0]].keys() - group.keys() - _OF_SCHEDULERS) if names else []
+    if names:
+        foreign = sorted(settings_of[names[0]].keys() - group.keys() - _OF_SCHEDULERS)
+    else:
+        foreign = []
     if foreign:
         msg = (
             f"{path} is of another kind of optimizer: it has {', '.join(map(repr, foreign))}, which "
@@ -313,7 +319,9 @@ def _like_old(old: Any, value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(device=old.device, dtype=old.dtype)
         return torch.full_like(old, value)
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    return value
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -80,7 +80,9 @@ def _encoded(value: Any) -> Any:
     if type(value) in _ATOMS:
         return value
     if isinstance(value, list):
-        return value if all(type(v) in _ATOMS for v in value) else [_encoded(v) for v in value]
+        if all(type(v) in _ATOMS for v in value):
+            return value
+        return [_encoded(v) for v in value]
     if isinstance(value, tuple):
         return {"$tuple": [_encoded(v) for v in value]}
     if isinstance(value, dict):
@@ -128,7 +130,9 @@ def split(value: Any, name: str, parameter: Tensor | None, put: Put) -> Any:
         return put(name, value, parameter)
     if isinstance(value, list | tuple):
         items = [split(v, f"{name}.{i}", parameter, put) for i, v in enumerate(value)]
-        return items if isinstance(value, list) else tuple(items)
+        if isinstance(value, list):
+            return items
+        return tuple(items)
     if isinstance(value, dict):
         return _like(value, {k: split(v, f"{name}.{k}", parameter, put) for k, v in value.items()})
     return value
@@ -139,7 +143,9 @@ def joined(value: Any, parameter: Tensor | None, get: Get) -> Any:
         return get(value, parameter)
     if isinstance(value, list | tuple):
         items = [joined(v, parameter, get) for v in value]
-        return items if isinstance(value, list) else tuple(items)
+        if isinstance(value, list):
+            return items
+        return tuple(items)
     if isinstance(value, dict):
         return _like(value, {k: joined(v, parameter, get) for k, v in value.items()})
     return value
@@ -149,7 +155,9 @@ def _like(value: dict[Any, Any], entries: dict[Any, Any]) -> dict[Any, Any]:
     """Return a dict of the kind of ``value`` with other entries."""
     if isinstance(value, defaultdict):
         return defaultdict(value.default_factory, entries)
-    return Counter(entries) if isinstance(value, Counter) else entries
+    if isinstance(value, Counter):
+        return Counter(entries)
+    return entries
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

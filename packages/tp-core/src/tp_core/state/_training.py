@@ -109,7 +109,10 @@ def _collect_optimizer(
         else:
             splits = parameter is not None and value.numel() > 1 and is_cut(cut, parameter) and not is_whole
             if splits or is_dtensor(value):
-                shapes = "" if parameter is None else f", of which this rank has {tuple(parameter.shape)}"
+                if parameter is None:
+                    shapes = ""
+                else:
+                    shapes = f", of which this rank has {tuple(parameter.shape)}"
                 msg = (
                     f"the optimizer keeps {name.removeprefix(prefix)} of shape {tuple(value.shape)} of a "
                     f"split parameter{shapes}: how it would be cut is not known"
@@ -338,7 +341,9 @@ def _optimizer_values(stored: StoredTensors, prefix: str) -> OptimizerValues:
 
 
 def _words(prefix: str) -> str:
-    return "an optimizer" if prefix == _OPTIMIZER else f"the optimizer {prefix.split('.')[1]!r}"
+    if prefix == _OPTIMIZER:
+        return "an optimizer"
+    return f"the optimizer {prefix.split('.')[1]!r}"
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -387,7 +392,10 @@ def collect_values(
         while wanted in tensors:
             wanted += "_"
         part = (parts or {}).get(id(tensor))
-        tensors[wanted] = _held(tensor.detach(), own=own) if part is None else part
+        if part is None:
+            tensors[wanted] = _held(tensor.detach(), own=own)
+        else:
+            tensors[wanted] = part
         return StoredTensor(wanted, like_parameter=False, is_on_accelerator=tensor.device.type != "cpu")
 
     plain = split(value, name, None, put)
@@ -428,6 +436,8 @@ def restore_values(value: Any, stored: StoredTensors, device: torch.device | Non
 
     def get(ref: StoredTensor, _: Tensor | None) -> Tensor:
         tensor = tensors[ref.name]
-        return tensor if device is None or not ref.is_on_accelerator else tensor.to(device)
+        if device is None or not ref.is_on_accelerator:
+            return tensor
+        return tensor.to(device)
 
     return joined(value, None, get)

@@ -144,7 +144,9 @@ class Operation:
         """Run the operation again."""
 
         def real(leaf: Any) -> Any:
-            return view(memory, leaf) if isinstance(leaf, Ref) else leaf
+            if isinstance(leaf, Ref):
+                return view(memory, leaf)
+            return leaf
 
         args = tree_map(real, self.args, table=_ARGUMENTS)
         kwargs = tree_map(real, self.kwargs, table=_ARGUMENTS)
@@ -169,7 +171,9 @@ class Operation:
 
 def listed(results: Any) -> Sequence[Any]:
     """Return the results of an operator as a sequence."""
-    return results if isinstance(results, list | tuple) else [results]
+    if isinstance(results, list | tuple):
+        return results
+    return [results]
 
 
 def view(memory: dict[int, Any], ref: Ref) -> Tensor:
@@ -200,7 +204,9 @@ class OnTheCpu(TorchFunctionMode):
     ) -> Any:
         if func in _SAY_WHERE and self._recorder.knows(args[0]):
             # Compared by value: torch makes a new object for each access to a descriptor.
-            return torch.device("cpu") if func == _SAY_WHERE[1] else False
+            if func == _SAY_WHERE[1]:
+                return torch.device("cpu")
+            return False
         return func(*args, **kwargs or {})
 
 
@@ -229,7 +235,9 @@ class DeferringMode(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves([list(args), kwargs]) if isinstance(leaf, Tensor)]
         deferred = [tensor for tensor in tensors if self._knows(tensor)]
         if not deferred:
-            return self._make(func, args, kwargs) if not tensors else func(*args, **kwargs)
+            if not tensors:
+                return self._make(func, args, kwargs)
+            return func(*args, **kwargs)
         written = _written(func, args)
         goes = kwargs.get("device")
         must_be_real = goes is not None and torch.device(goes).type not in {"cpu", "meta"}
@@ -270,7 +278,9 @@ class DeferringMode(TorchDispatchMode):
         """Record an operation on tensors without memory, and return its result on the meta device."""
 
         def as_meta(leaf: Any) -> Any:
-            return leaf.to("meta") if isinstance(leaf, Tensor) and not self._knows(leaf) else leaf
+            if isinstance(leaf, Tensor) and not self._knows(leaf):
+                return leaf.to("meta")
+            return leaf
 
         named = kwargs
         if kwargs.get("device") is not None:
@@ -332,7 +342,9 @@ class DeferringMode(TorchDispatchMode):
 
     def _real(self, value: Any) -> Any:
         def real(leaf: Any) -> Any:
-            return self.value(leaf) if isinstance(leaf, Tensor) and self._knows(leaf) else leaf
+            if isinstance(leaf, Tensor) and self._knows(leaf):
+                return self.value(leaf)
+            return leaf
 
         return tree_map(real, value)
 

@@ -75,7 +75,9 @@ class FileRecord:
         nbytes = path.stat().st_size
         if nbytes != self.nbytes:
             return f"has {nbytes} bytes of {self.nbytes}"
-        return None if record_of(path) == self else "is not what was written"
+        if record_of(path) == self:
+            return None
+        return "is not what was written"
 
 
 def _new_digest() -> "xxh3_128":
@@ -194,7 +196,10 @@ class DigestingFile:
         self._file.close()
 
     def record(self) -> FileRecord:
-        unfinished = [self._piece.digest()] if self._nbytes % PIECE else []
+        if self._nbytes % PIECE:
+            unfinished = [self._piece.digest()]
+        else:
+            unfinished = []
         return _record(self._nbytes, [*self._pieces, *unfinished])
 
 

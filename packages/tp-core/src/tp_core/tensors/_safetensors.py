@@ -66,7 +66,10 @@ def check_weights_name(path: Path) -> None:
         ConfigError: It does not end in ".safetensors".
     """
     if path.suffix != _SUFFIX:
-        named = path.with_suffix(_SUFFIX) if path.name else path / f"model{_SUFFIX}"
+        if path.name:
+            named = path.with_suffix(_SUFFIX)
+        else:
+            named = path / f"model{_SUFFIX}"
         msg = (
             f"weights are written as safetensors: the name ends in {_SUFFIX}, got {str(path)!r}; write "
             f"{str(named)!r}"
@@ -150,7 +153,9 @@ def in_file_order(infos: Mapping[str, TensorInfo]) -> list[str]:
 
 def _encoded(info: TensorInfo) -> TensorInfo:
     """Return how a tensor is in a file: bytes, where the format lacks its dtype."""
-    return info if info.dtype in _NAMES else TensorInfo((info.nbytes,), torch.uint8)
+    if info.dtype in _NAMES:
+        return info
+    return TensorInfo((info.nbytes,), torch.uint8)
 
 
 def write_file(
@@ -250,7 +255,10 @@ def check_file(file: Path, infos: Mapping[str, TensorInfo]) -> None:
     with _opened(file) as stored:
         names = set(stored.keys())
         for name, info in infos.items():
-            stored_info = _info_of(stored, name, file) if name in names else None
+            if name in names:
+                stored_info = _info_of(stored, name, file)
+            else:
+                stored_info = None
             if stored_info != _encoded(info):
                 msg = (
                     f"{file} is damaged: it has {stored_info} for {name!r}, and its index has "

@@ -24,10 +24,14 @@ def with_images(
     """
 
     def opened(path: str) -> Any:
-        return _open(path) if reads else path
+        if reads:
+            return _open(path)
+        return path
 
     def saved(result: Any, path: str) -> Any:
-        return result if folder is None else _save(result, folder, path)
+        if folder is None:
+            return result
+        return _save(result, folder, path)
 
     def on_item(path: str) -> Any:
         return saved(work(opened(path)), path)
@@ -38,7 +42,9 @@ def with_images(
             return results
         return [saved(result, path) for result, path in zip(results, paths, strict=True)]
 
-    return on_batch if batched else on_item
+    if batched:
+        return on_batch
+    return on_item
 
 
 def _open(path: str) -> Any:

@@ -130,7 +130,10 @@ class FleetScheduler:
                     for worker in busy.difference(self._late):
                         started = self.fleet.started(worker)
                         # As with a timeout: it takes none of max_restarts, and blames no item of another run.
-                        self._late[worker] = 0.0 if started is None else started[1]
+                        if started is None:
+                            self._late[worker] = 0.0
+                        else:
+                            self._late[worker] = started[1]
                         self.fleet.kill(worker)
                 most_s = left_s if left_s > 0 else None
                 interrupted = self._wait(most_s)
@@ -300,7 +303,10 @@ class FleetScheduler:
                     continue
                 # A handler that raises before this line leaves the chunk with its worker, and one that raises
                 # behind the last line has changed nothing. In between, reset() ends the run.
-                self._half_told = [runs[chunk.run]] if chunk.run in runs else []
+                if chunk.run in runs:
+                    self._half_told = [runs[chunk.run]]
+                else:
+                    self._half_told = []
                 self._assignments.take_finished(event)
                 self._recycling.on_done(event.worker)
                 self.collector.done(event.worker, chunk.start, len(chunk.items), event.timing)
@@ -467,7 +473,10 @@ class RunnerPool(Pool):
             source = open_source(
                 items, self.fleet.wake, direct=self.fleet.direct, max_wait_s=settings.max_wait_s
             )
-            is_ordered = settings.ordered if ordered is None else ordered
+            if ordered is None:
+                is_ordered = settings.ordered
+            else:
+                is_ordered = ordered
             run = self._new_run(source, ordered=is_ordered)
             opened.append(run)
             if ended:
@@ -599,7 +608,8 @@ class RunnerPool(Pool):
 
     def close(self, *, timeout_s: float | None = None) -> None:
         """Finish the submitted items, end all streams and the workers; see `_Runner.close`."""
-        timeout_s = self.settings.end_timeout_s if timeout_s is None else timeout_s
+        if timeout_s is None:
+            timeout_s = self.settings.end_timeout_s
         if self._owner != os.getpid():
             return
         with self._lock:

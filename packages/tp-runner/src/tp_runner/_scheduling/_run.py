@@ -189,7 +189,10 @@ class ChunkFlow:
     def __init__(self, settings: Settings, n_workers: int, most_items: int | None = None) -> None:
         # -- The sizes of chunks
         # items travel in multiples of this many: in batches, where there are some
-        self.whole = settings.batching.size if settings.batching else 1
+        if settings.batching:
+            self.whole = settings.batching.size
+        else:
+            self.whole = 1
         self.size = self.whole  # how many items the next chunk should have
         # -- What is on its way, or waits for its turn
         self.n_chunks = 0
@@ -301,7 +304,10 @@ class ChunkFlow:
         if self._limit is not None:
             n_items = min(n_items, self._limit - self._n_items)
         else:
-            chunks_per_worker = FEW_CHUNKS if self._waits_for_consumer() else CHUNKS_PER_WORKER
+            if self._waits_for_consumer():
+                chunks_per_worker = FEW_CHUNKS
+            else:
+                chunks_per_worker = CHUNKS_PER_WORKER
             if self.n_chunks >= chunks_per_worker * self._n_workers:
                 return 0, 0
         fitting = 3 * n_items  # two chunks are read ahead

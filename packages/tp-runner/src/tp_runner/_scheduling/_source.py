@@ -387,4 +387,6 @@ class Submissions(ItemSource):
 
 
 def _copy_of(error: BaseException) -> BaseException:
-    return copy.copy(error) if isinstance(error, TpError) else error
+    if isinstance(error, TpError):
+        return copy.copy(error)
+    return error

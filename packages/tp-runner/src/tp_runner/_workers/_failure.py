@@ -170,7 +170,10 @@ def _exception_chain(error: BaseException) -> list[_Link]:
         chain.append(_Link(_try_pickle(current), is_cause, _dump_traceback(current.__traceback__)))
         # The one that Python prints above it.
         is_explicit = is_cause or current.__suppress_context__
-        current = current.__cause__ if is_explicit else current.__context__
+        if is_explicit:
+            current = current.__cause__
+        else:
+            current = current.__context__
     return chain
 
 
@@ -258,7 +261,10 @@ def failure_to_error(
     message = text.format(index=index, item=item, device=device, worker=worker, summary=failure.summary)
     if failure.traceback:
         message += f"\n\nTraceback in the worker:\n{failure.traceback.rstrip()}"
-    original_type = failure.original_type if error_type is WorkerError else None
+    if error_type is WorkerError:
+        original_type = failure.original_type
+    else:
+        original_type = None
     error = make_error(
         error_type,
         original_type,
@@ -290,5 +296,8 @@ def describe_exit(exitcode: int | None) -> str:
         name = signal.Signals(-exitcode).name
     except ValueError:
         name = f"signal {-exitcode}"
-    hint = "; the system may have run out of memory" if exitcode == -signal.SIGKILL else ""
+    if exitcode == -signal.SIGKILL:
+        hint = "; the system may have run out of memory"
+    else:
+        hint = ""
     return f"killed by {name}{hint}"

@@ -227,7 +227,10 @@ class Fleet(abc.ABC):
 
 def failure_of_death(died: Died) -> Failure:
     """Describe a worker's death."""
-    how = died.how if died.was_ready else f"before it was ready: {died.how}"
+    if died.was_ready:
+        how = died.how
+    else:
+        how = f"before it was ready: {died.how}"
     failure = Failure(DIED, how, exitcode=died.exitcode)
     failure.worker = died.worker
     return failure
@@ -249,7 +252,9 @@ def dumps_exit_result(returned: Any) -> bytes:
 def loads_exit_result(data: Any) -> Any:
     """Undo :func:`dumps_exit_result`; return a :class:`Failure` where that is not possible."""
     try:
-        return pickle.loads(data) if data else None
+        if data:
+            return pickle.loads(data)
+        return None
     except USERS_ERRORS as error:
         return Failure.of(error, ENDING)
 

@@ -220,7 +220,10 @@ class WorkerTask:
         if self._item is None or self._item.index != index:
             key = (self._entropy, self._run) if self._seed is None else (self._seed,)
             seed = seed_of((*key, index, _OWN))
-            deadline = None if self.timeout_s is None else self.board[2] / 1e9 + self.timeout_s
+            if self.timeout_s is None:
+                deadline = None
+            else:
+                deadline = self.board[2] / 1e9 + self.timeout_s
             run, cancelled = self._run, self._cancelled
             self._item = ItemInfo(
                 index, self._attempt, seed, ItemRng(seed), deadline, lambda: run in cancelled
@@ -242,7 +245,9 @@ def item() -> ItemInfo | None:
         True
     """
     task: WorkerTask | None = getattr(_thread_local, "task", None) or _process_task
-    return None if task is None else task.item()
+    if task is None:
+        return None
+    return task.item()
 
 
 def set_current_task(task: WorkerTask, *, of_process: bool = False) -> None:

@@ -27,7 +27,10 @@ def dump_program(program: Any, buffers: list[memoryview] | None = None) -> bytes
                 return dumps_by_value(program, protocol=5)
             return dumps_out_of_band(program, buffers)
     except USERS_ERRORS as error:
-        parts = vars(program).values() if hasattr(program, "__dict__") else (program,)
+        if hasattr(program, "__dict__"):
+            parts = vars(program).values()
+        else:
+            parts = (program,)
         part = next((part for part in parts if not _can_be_pickled(part)), program)
         name = getattr(part, "__qualname__", type(part).__qualname__)
         msg = (
@@ -168,7 +171,10 @@ def explain_not_picklable(obj: Any, name: str, error: BaseException) -> str:
     """Return a sentence that names the part of ``obj`` that cannot be pickled."""
     path, culprit = find_culprit(obj, name)
     cause = f"{type(error).__name__}: {error}"
-    where = "" if path == name else f", because of {path} ({_type_name(culprit)})"
+    if path == name:
+        where = ""
+    else:
+        where = f", because of {path} ({_type_name(culprit)})"
     return f"{name} of type {_type_name(obj)} cannot be pickled{where}: {cause}"
 
 

@@ -381,7 +381,10 @@ class ProcessFleet(Fleet):
         due = min(self._starting.values(), default=math.inf)
         if due < math.inf:
             left_s = max(0.0, due - time.monotonic())
-            timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
+            if timeout_s is None:
+                timeout_s = left_s
+            else:
+                timeout_s = min(timeout_s, left_s)
         timeout = None  # in the poller's unit
         if timeout_s is not None:
             timeout = min(timeout_s, LONGEST_WAIT_S) * self._second
@@ -471,7 +474,10 @@ class ProcessFleet(Fleet):
         self._heartbeats.clear(handle.worker)
         if exitcode == _start.UNKNOWN_EXIT:
             exitcode = None
-        how = GARBLED if handle.is_garbled else describe_exit(exitcode)
+        if handle.is_garbled:
+            how = GARBLED
+        else:
+            how = describe_exit(exitcode)
         failure = handle.failure
         # Where workers are started again, an idle one had nothing to lose but its own end.
         lost_its_end = seq == ENDING or not self._settings.max_restarts

@@ -131,8 +131,14 @@ class Surroundings(NamedTuple):
         folder = ""  # the folder may be gone; work that needs it will notice
         with contextlib.suppress(OSError):
             folder = os.getcwd()  # noqa: PTH109 - a string travels lighter
-        authkey = None if process is None else bytes(process.current_process().authkey)
-        decimal_context = None if decimal is None else decimal.getcontext()
+        if process is None:
+            authkey = None
+        else:
+            authkey = bytes(process.current_process().authkey)
+        if decimal is None:
+            decimal_context = None
+        else:
+            decimal_context = decimal.getcontext()
         return cls(
             sys.path,
             folder,
@@ -230,7 +236,9 @@ def nesting_width() -> int:
 
 def _number_of(variable: str, default: int) -> int:
     value = os.environ.get(variable, "")
-    return int(value) if value.isdigit() else default
+    if value.isdigit():
+        return int(value)
+    return default
 
 
 def check_nesting(n_workers: int) -> None:

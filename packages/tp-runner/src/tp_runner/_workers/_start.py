@@ -217,7 +217,9 @@ class _Child(Process):
             pid, status = os.waitpid(self.pid, os.WNOHANG)
         except ChildProcessError:  # the program ignores SIGCHLD, or waits for every child of this process
             return UNKNOWN_EXIT
-        return os.waitstatus_to_exitcode(status) if pid else None
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        return None
 
 
 @contextlib.contextmanager

@@ -111,7 +111,10 @@ class ThreadFleet(Fleet):
             self._events.put((crew, Ready(worker)))
             self._serve(crew, worker, work)
             try:
-                crew.returned[worker] = None if crew.ends_at_once else end_work(work)
+                if crew.ends_at_once:
+                    crew.returned[worker] = None
+                else:
+                    crew.returned[worker] = end_work(work)
             except BaseException as error:  # noqa: BLE001 - as above
                 self._events.put((crew, Died(worker, None, failure=Failure.of(error, END))))
 
@@ -137,7 +140,10 @@ class ThreadFleet(Fleet):
         self._crew.inboxes[worker].put(chunk)
 
     def wait(self, timeout_s: float | None) -> None:
-        timeout_s = None if timeout_s is None else min(timeout_s, LONGEST_WAIT_S)
+        if timeout_s is None:
+            timeout_s = None
+        else:
+            timeout_s = min(timeout_s, LONGEST_WAIT_S)
         with contextlib.suppress(queue.Empty):
             # In C from the get to the deque: between two calls here a signal handler may raise, and the event
             # would be in neither.
@@ -247,7 +253,10 @@ class InlineFleet(Fleet):
 
     def wait(self, timeout_s: float | None) -> None:
         if not self._waiting:  # another thread may bring something, or end a pause
-            pause_s = INLINE_PERIOD_S if timeout_s is None else min(timeout_s, INLINE_PERIOD_S)
+            if timeout_s is None:
+                pause_s = INLINE_PERIOD_S
+            else:
+                pause_s = min(timeout_s, INLINE_PERIOD_S)
             time.sleep(pause_s)
             return
         worker, chunk = self._waiting.popleft()

@@ -80,7 +80,10 @@ def _run_items(work: Callable[[Any], Any], items: list[Any], task: WorkerTask) -
                         board[2] = now()
                         append(work(item))
                 is_slow = now() - began > SLOW_NS
-                n_unasked = 1 if is_slow else min(2 * n_unasked, MOST_UNASKED)
+                if is_slow:
+                    n_unasked = 1
+                else:
+                    n_unasked = min(2 * n_unasked, MOST_UNASKED)
         except BaseException as error:
             if _is_interrupt(error):
                 raise
@@ -190,7 +193,9 @@ class CfgNode(dict[str, Any]):
 
 
 def _to_node(value: Any) -> Any:
-    return CfgNode(value) if type(value) in {dict, types.MappingProxyType} else value
+    if type(value) in {dict, types.MappingProxyType}:
+        return CfgNode(value)
+    return value
 
 
 def copy_cfg(cfg: Any) -> Any:
@@ -366,4 +371,6 @@ def _stage_work(stage: Stage, device: str) -> Callable[[Any], list[Any]]:
         # Items that failed before pass, in their places.
         return [item if isinstance(item, ItemError) else next(results) for item in items]
 
-    return work if batching is None else work_on_batch
+    if batching is None:
+        return work
+    return work_on_batch

@@ -47,7 +47,9 @@ def as_output(result: Tensor) -> Tensor:
     In compiled code torch 2.11 silently returns a zero gradient for such a result (`add_`, an all-reduce, a
     `.to()` or `.contiguous()` without effect). A view keeps the gradient and costs nothing there.
     """
-    return result.view_as(result) if torch.compiler.is_dynamo_compiling() else result
+    if torch.compiler.is_dynamo_compiling():
+        return result.view_as(result)
+    return result
 
 
 def to_change(tensor: Tensor) -> Tensor:
@@ -192,7 +194,9 @@ def copy(tensor: Tensor, *, group: GroupLike = None) -> Tensor:
         The tensor, as a view of the same shape.
     """
     ranks = as_group(group)
-    return tensor if ranks.size == 1 else apply(_Copy, tensor, ranks)
+    if ranks.size == 1:
+        return tensor
+    return apply(_Copy, tensor, ranks)
 
 
 def reduce(tensor: Tensor, *, group: GroupLike = None) -> Tensor:
@@ -210,7 +214,9 @@ def reduce(tensor: Tensor, *, group: GroupLike = None) -> Tensor:
         A tensor of that shape.
     """
     ranks = as_group(group)
-    return tensor if ranks.size == 1 else apply(_Reduce, tensor, ranks)
+    if ranks.size == 1:
+        return tensor
+    return apply(_Reduce, tensor, ranks)
 
 
 def scatter(tensor: Tensor, dim: int = -1, *, group: GroupLike = None) -> Tensor:
@@ -232,7 +238,9 @@ def scatter(tensor: Tensor, dim: int = -1, *, group: GroupLike = None) -> Tensor
     """
     ranks = as_group(group)
     axis = _axis(tensor, dim)
-    return tensor if ranks.size == 1 else apply(_Scatter, tensor, axis, ranks)
+    if ranks.size == 1:
+        return tensor
+    return apply(_Scatter, tensor, axis, ranks)
 
 
 def gather(tensor: Tensor, dim: int = -1, *, size: int | None = None, group: GroupLike = None) -> Tensor:

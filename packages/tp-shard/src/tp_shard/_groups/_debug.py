@@ -95,10 +95,14 @@ def check(operation: str, tensor: Tensor, group: Group, layer: Any, *, uneven_di
 
 def _layer_name(layer: Any) -> str:
     if not isinstance(layer, nn.Module):
-        return "the caller" if layer is None else str(layer)
+        if layer is None:
+            return "the caller"
+        return str(layer)
     name = state.names.get(layer)
     described = f"{type(layer).__name__}({layer.extra_repr()})"
-    return described if name is None else f"{name!r} = {described}"
+    if name is None:
+        return described
+    return f"{name!r} = {described}"
 
 
 def _words(collective: tuple[str, str, tuple[Any, ...], str]) -> str:

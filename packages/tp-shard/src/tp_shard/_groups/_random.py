@@ -96,7 +96,9 @@ def mixed_seed(drawn: int, seed: int, rank: int) -> int:
 
 
 def get_state(device: torch.device, generator: torch.Generator | None) -> Tensor:
-    return device_rng_state(device) if generator is None else generator.get_state()
+    if generator is None:
+        return device_rng_state(device)
+    return generator.get_state()
 
 
 def set_state(state: Tensor, device: torch.device, generator: torch.Generator | None) -> None:

@@ -190,7 +190,10 @@ def split_adapters(
     for owner, splits in cuts.items():
         hold(owner, PartialMixin, splits, group)
     if has_parts:
-        whole_matrix = "lora_B" if isinstance(style, Row) else "lora_A"
+        if isinstance(style, Row):
+            whole_matrix = "lora_B"
+        else:
+            whole_matrix = "lora_A"
         for inner in _children(layer, whole_matrix).values():
             mix_in(SequenceMixin, inner, sequence_group=group)
     joins = not isinstance(style, Row) and style.gather_output
@@ -307,7 +310,10 @@ def summed_gradients(module: nn.Module | None, base: PlannedLinear) -> Iterator[
 
     Forward: nothing. Backward: an all-reduce for each parameter of shared heads, or on parts of a sequence.
     """
-    splits = module.splits if isinstance(module, ParallelLayer) else {}
+    if isinstance(module, ParallelLayer):
+        splits = module.splits
+    else:
+        splits = {}
     has_parts = base.sequence is not None
     if module is None or not (splits or has_parts):
         yield

@@ -132,7 +132,10 @@ def check_kind(path: str, module: nn.Module, style: Style) -> None:
         raise ModelError(msg)
     reason = None
     if isinstance(style, Column | Row | Vocab):
-        reason_for = refusal_of_adapters if is_adapted(module) else why_not_split
+        if is_adapted(module):
+            reason_for = refusal_of_adapters
+        else:
+            reason_for = why_not_split
         reason = reason_for(module)
     if reason is not None:
         msg = f"{path or 'the layer'} cannot be split: {reason}"
@@ -163,7 +166,10 @@ def check_kind(path: str, module: nn.Module, style: Style) -> None:
                 "LoRA, DoRA or IA3; leave the layer out of the plan, and it stays whole"
             )
             raise ModelError(msg)
-        names = "nn.Linear or nn.Embedding" if isinstance(style, Vocab) else "nn.Linear"
+        if isinstance(style, Vocab):
+            names = "nn.Linear or nn.Embedding"
+        else:
+            names = "nn.Linear"
         msg = f"{path} is a {kind}, and {style} is for an {names}"
         raise ModelError(msg)
 
@@ -277,7 +283,10 @@ class Maker:
             own = {k: v for k, v in module.__dict__.items() if k not in ("p", "inplace")}
             dropout.__dict__.update(own)
             return dropout
-        part_of = "sequence" if isinstance(style, Sequence) else "features"
+        if isinstance(style, Sequence):
+            part_of = "sequence"
+        else:
+            part_of = "features"
         mix_in(SequenceMixin, module, sequence_group=self._group, part_of=part_of)
         return module
 
@@ -288,7 +297,10 @@ class Maker:
                 continue
             path, style = chosen[id(module)]
             for other_path, other in self._conversion.partners(module):
-                other_style = chosen[id(other)][1] if id(other) in chosen else None
+                if id(other) in chosen:
+                    other_style = chosen[id(other)][1]
+                else:
+                    other_style = None
                 if type(other_style) is not type(style):
                     msg = (
                         f"{path or 'the layer'} shares its weight with {other_path}, which the plan does "

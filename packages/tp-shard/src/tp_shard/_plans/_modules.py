@@ -361,7 +361,10 @@ class _RandomNumberHooks:
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if module.training:
             device = next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
-            fork = self.tracker._shared(device) if self.shared else self.tracker.fork(device)
+            if self.shared:
+                fork = self.tracker._shared(device)
+            else:
+                fork = self.tracker.fork(device)
             fork.__enter__()
             self.forks.append(fork)
 

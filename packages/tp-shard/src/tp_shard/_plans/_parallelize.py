@@ -149,7 +149,9 @@ def _share(module: nn.Module | None, style: Style | None, name: str, p: nn.Param
         return 1.0
     if isinstance(style, Experts):
         is_split = name in (*style.columns, *style.rows)
-        return 1 / ranks if is_split else 1.0
+        if is_split:
+            return 1 / ranks
+        return 1.0
     if isinstance(style, Local) and name in style.parameters:
         return 1 / ranks
     if not isinstance(style, Column | Row | Vocab) or (isinstance(style, Row) and p.dim() == 1):
@@ -226,7 +228,10 @@ def parallelize(
     if sequence_dim is not None and sequence_dim > -2:
         msg = f"sequence_dim is counted from the end and is not the features: -2 or less, got {sequence_dim}"
         raise ConfigError(msg)
-    sequence = None if sequence_dim is None else SequenceState(sequence_dim)
+    if sequence_dim is None:
+        sequence = None
+    else:
+        sequence = SequenceState(sequence_dim)
     maker = Maker(model, ranks, sequence, seed)
     maker.lists = [path for path, (module, _) in chosen.items() if isinstance(module, nn.ModuleList)]
     maker.wholes = [

@@ -83,7 +83,10 @@ def summary(model: nn.Module) -> Summary:
             continue
         key = "weight" if "weight" in own else next(iter(own))
         local = tuple(own[key].shape)
-        split = module.splits.get(key) if isinstance(module, ParallelLayer) else None
+        if isinstance(module, ParallelLayer):
+            split = module.splits.get(key)
+        else:
+            split = None
         nbytes = sum(p.numel() * p.element_size() for p in own.values() if id(p) not in seen)
         seen.update(id(p) for p in own.values())
         full = local if split is None else split.full_shape(local)
@@ -97,14 +100,20 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 def _kind(module: nn.Module) -> str:
     if isinstance(module, SequenceMixin):
-        return "sequence" if module.part_of == "sequence" else "replicated, summed"
+        if module.part_of == "sequence":
+            return "sequence"
+        return "replicated, summed"
     if not isinstance(module, ParallelLayer) or module.dim is None:
         return "replicated"
     if isinstance(module, ParallelLinear):
-        return "row" if module.dim == 0 else "column"
+        if module.dim == 0:
+            return "row"
+        return "column"
     if isinstance(module, MarginCrossEntropy):
         return "classes"
-    return "vocabulary" if module.dim == 0 else "features"
+    if module.dim == 0:
+        return "vocabulary"
+    return "features"
 
 
 def _collectives(module: nn.Module) -> str:

@@ -231,7 +231,10 @@ def _locals(model: nn.Module, region: Region, counts: Heads, call: TrialCall) ->
             for path in paths:
                 module = model.get_submodule(path)
                 names = _names(module, counts, features, numbers)
-                gathered = inputs if with_inputs and path == region.container else ()
+                if with_inputs and path == region.container:
+                    gathered = inputs
+                else:
+                    gathered = ()
                 parameters = tuple(n.rpartition(".")[2] for n in own if n.rpartition(".")[0] == path)
                 if any(names) or gathered or parameters:
                     query, shared, groups = names

@@ -166,7 +166,10 @@ def _structure(block: nn.Module) -> Any:
     for path, module in block.named_modules():
         parameters = []
         for name, p in module._parameters.items():
-            description = None if p is None else (p.shape, p.requires_grad)
+            if p is None:
+                description = None
+            else:
+                description = (p.shape, p.requires_grad)
             parameters.append((name, description))
         buffers = [(name, _content(buffer)) for name, buffer in module._buffers.items()]
         attributes = [

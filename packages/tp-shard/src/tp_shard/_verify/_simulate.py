@@ -89,7 +89,10 @@ class _Simulation:
             try:
                 self._wait(rank)
                 outside.restore()
-                handle = _SimulatedGroup(self, rank, self.ranks) if self.ranks > 1 else None
+                if self.ranks > 1:
+                    handle = _SimulatedGroup(self, rank, self.ranks)
+                else:
+                    handle = None
                 group = Group(rank, self.ranks, handle)
                 _group.set_groups(group, ALONE)
                 # Backward in this thread: in one of the engine's threads a collective would run outside of
@@ -170,7 +173,10 @@ class _Settings:
     def __init__(self) -> None:
         self._random = torch.get_rng_state(), random.getstate()
         numpy = sys.modules.get("numpy")  # a model that draws from numpy has imported it
-        self._numpy = None if numpy is None else numpy.random.get_state()
+        if numpy is None:
+            self._numpy = None
+        else:
+            self._numpy = numpy.random.get_state()
         current = _group._current
         self._groups = current.tensor, current.data, current.mesh
 

@@ -77,7 +77,9 @@ class LossOptions:
     @property
     def n_statistics(self) -> int:
         """The number of values per row that the ranks exchange."""
-        return 4 if self.label_smoothing > 0 else 3
+        if self.label_smoothing > 0:
+            return 4
+        return 3
 
 
 class TargetRows:
@@ -118,12 +120,16 @@ class TargetRows:
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
     """Return the type in which a loss of logits of ``dtype`` is computed."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    if dtype == torch.float64:
+        return torch.float64
+    return torch.float32
 
 
 def returned_in(logits: Tensor, dtype: torch.dtype) -> torch.dtype:
     """Return the type of the loss: the type of the logits, as in torch's loss; under autocast ``dtype``."""
-    return dtype if torch.is_autocast_enabled(logits.device.type) else logits.dtype
+    if torch.is_autocast_enabled(logits.device.type):
+        return dtype
+    return logits.dtype
 
 
 # -- The one exchange of a loss, which includes the check of the targets --------------------------

@@ -112,7 +112,10 @@ class SplitDraws:
             outer = self._inside()
             places = [_CPU] if x.device == _CPU else [_CPU, x.device]
             before = {place: get_state(place, None) for place in places}
-            drawn = _number() if outer is None else self._replicated(outer, _number)
+            if outer is None:
+                drawn = _number()
+            else:
+                drawn = self._replicated(outer, _number)
             began = {place: self._seeded(place, drawn, self._group.rank) for place in places}
             _set_states(began)
             visit.inside = _Inside(drawn, before, began)
@@ -203,7 +206,10 @@ class SplitDraws:
             return tuple(tensor.shape[:2]) == leading[:2]
         if is_split:
             return False
-        shape = list(_size(args, kwargs)) if tensor is None else list(tensor.shape)
+        if tensor is None:
+            shape = list(_size(args, kwargs))
+        else:
+            shape = list(tensor.shape)
         while shape and shape[-1] == 1:  # one number per sample, with dimensions of size 1 to broadcast
             shape.pop()
         return tuple(shape) == leading[: len(shape)]
@@ -354,8 +360,10 @@ def _draws_in_code(kind: Any) -> bool | None:
                 called = getattr(owner, step.argval, None)
             elif step.opname.startswith("LOAD_FAST"):
                 called = kind if step.argval == "self" else None
+            elif step.opname == "LOAD_GLOBAL":
+                called = method.__globals__.get(step.argval)
             else:
-                called = method.__globals__.get(step.argval) if step.opname == "LOAD_GLOBAL" else None
+                called = None
             is_function = callable(called) and isinstance(called, Hashable)
             if is_function and is_random_op(called, method.__code__.co_consts, None):
                 return "training" not in method.__code__.co_names

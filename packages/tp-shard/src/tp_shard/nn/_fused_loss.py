@@ -304,7 +304,10 @@ class _Spec(NamedTuple):
 def _specs_of(*inputs: Tensor | None) -> list[_Spec | None]:
     specs: list[_Spec | None] = []
     for tensor in inputs:
-        spec = None if tensor is None else _Spec(tensor.shape, tensor.dtype)
+        if tensor is None:
+            spec = None
+        else:
+            spec = _Spec(tensor.shape, tensor.dtype)
         specs.append(spec)
     return specs
 

@@ -121,7 +121,10 @@ class ParallelLinear(ParallelLayer, nn.Linear):
         group, splits = self.group, self.splits
         init_shard_(nn.init.kaiming_uniform_, self.weight, splits.get("weight"), group, {"a": math.sqrt(5)})
         if self.bias is not None:
-            bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
+            if self.in_features > 0:
+                bound = 1 / math.sqrt(self.in_features)
+            else:
+                bound = 0
             init_shard_(nn.init.uniform_, self.bias, splits.get("bias"), group, {"a": -bound, "b": bound})
 
     def forward(self, input: Tensor) -> Tensor:

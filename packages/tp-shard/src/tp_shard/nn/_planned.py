@@ -167,7 +167,9 @@ def _passing_class() -> type | None:
     # Private: torch has no public name for it. `t5_is_right_under_fully_shard` notices its loss.
     module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
     function: Any = getattr(module, "RegisterPostBackwardFunction", None)
-    return None if function is None else cast("type", function._backward_cls)
+    if function is None:
+        return None
+    return cast("type", function._backward_cls)
 
 
 def _parameter_name(parameter: Tensor, near: nn.Module) -> str | None:
@@ -191,7 +193,9 @@ def _name(module: nn.Module) -> str:
 
 def _root(module: nn.Module) -> nn.Module | None:
     reference = _models.get(module)
-    return None if reference is None else reference()
+    if reference is None:
+        return None
+    return reference()
 
 
 # -- Dropout of split features ----------------------------------------------------------------------
@@ -306,7 +310,10 @@ class PlannedLinear(ParallelLinear):
             self.draws.end()
         output = self._product(input)
         is_split = self.dim != 0 and not self.gather_output
-        is_watched = self.draws.begin(input) if is_split else self.draws.is_watching
+        if is_split:
+            is_watched = self.draws.begin(input)
+        else:
+            is_watched = self.draws.is_watching
         if is_watched:
             mark(output, is_split=is_split)
         return output

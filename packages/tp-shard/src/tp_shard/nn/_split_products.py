@@ -149,7 +149,9 @@ def autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
 
 def _flat(tensor: Tensor) -> Tensor:
     """Reshape a tensor of one, three or more dimensions to (rows, features)."""
-    return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.flatten(0, -2)
+    if tensor.dim() == 1:
+        return tensor.unsqueeze(0)
+    return tensor.flatten(0, -2)
 
 
 # A hot path: most of the cost of a tiny layer is Python. torch inspects each argument of a Function, so the

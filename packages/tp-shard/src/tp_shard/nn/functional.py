@@ -105,7 +105,9 @@ def linear(
     out_features = form.out_features
     if group.size == 1:
         output = F.linear(x, weight, bias)
-        return output if not dim or gather_output else mark_output(output, out_features)
+        if not dim or gather_output:
+            return output
+        return mark_output(output, out_features)
     width, expected = x.size(-1), weight.size(1)
     if dim == 0:
         if input_is_parallel is False or (width != expected and input_is_parallel is None):
@@ -228,12 +230,16 @@ def mark_output(output: Tensor, size: int | None) -> Tensor:
 
 def _scatter_input(x: Tensor, expected: int, group: Group) -> Tensor:
     start, stop = bounds(x.size(-1), group.size, group.rank)
-    return scatter(x, -1, group=group) if stop - start == expected else x
+    if stop - start == expected:
+        return scatter(x, -1, group=group)
+    return x
 
 
 def _gather_input(x: Tensor, expected: int, group: Group) -> Tensor:
     start, stop = bounds(expected, group.size, group.rank)
-    return gather(x, -1, size=expected, group=group) if x.size(-1) == stop - start else x
+    if x.size(-1) == stop - start:
+        return gather(x, -1, size=expected, group=group)
+    return x
 
 
 def wrong_width(x: Tensor, expected: int, layer: nn.Module | str | None) -> ConfigError:

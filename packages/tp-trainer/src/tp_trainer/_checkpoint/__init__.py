@@ -68,7 +68,10 @@ class Checkpoints:
             whole = name != "every_s"
             kinds = (int,) if whole else (int, float)
             if not isinstance(value, kinds) or isinstance(value, bool) or value <= 0:
-                kind = "a whole number from 1" if whole else "a number of seconds above 0"
+                if whole:
+                    kind = "a whole number from 1"
+                else:
+                    kind = "a number of seconds above 0"
                 msg = f"Checkpoints({name}=...) must be {kind}, got {value!r}"
                 raise ConfigError(msg)
         if self.weights not in {"all", "trainable"}:

@@ -223,7 +223,8 @@ def export_merged(session: Session, model: nn.Module, path: Path, *, max_file_nb
             continue
         _check_floating(name, part, is_merged=owner is not None)
         out = name if owner is None else f"{owner}.{within}"
-        out = start + out.removeprefix(f"{start}{plain_name(inner)}.") if out.startswith(start) else out
+        if out.startswith(start):
+            out = start + out.removeprefix(f"{start}{plain_name(inner)}.")
         infos[out] = part
         origins[out] = None if owner is None else (owner, within)
     last: dict[str, dict[str, Tensor]] = {}  # the layer that was merged last
@@ -271,7 +272,9 @@ def _within_base(layer: nn.Module, name: str) -> str | None:
     """Return the name within the base of an adapted layer; ``None`` for a tensor of an adapter."""
     base = _replaced(layer)
     start = next(plain_name(n) for n, module in layer.named_modules() if module is base)
-    return name.removeprefix(f"{start}.") if name.startswith(f"{start}.") else None
+    if name.startswith(f"{start}."):
+        return name.removeprefix(f"{start}.")
+    return None
 
 
 def _check_floating(name: str, part: Tensor, *, is_merged: bool) -> None:

@@ -71,7 +71,8 @@ class Base:
             how = "the model has none of that name"
             if now is not None:
                 how = f"it was {dtype} {shape}, and is {now[1]} {now[2]} now"
-                how = "its values are other ones" if (dtype, shape) == now[1:] else how
+                if (dtype, shape) == now[1:]:
+                    how = "its values are other ones"
             msg = (
                 f"{path} was trained on another base: the first frozen weight that differs is {name!r} "
                 f"({how}). The checkpoint has the trained weights alone: build the model from the frozen "
@@ -89,7 +90,9 @@ class Base:
         raise StateError(msg)
 
     def _from(self) -> str:
-        return "" if self.source is None else f", of {self.source!r}"
+        if self.source is None:
+            return ""
+        return f", of {self.source!r}"
 
 
 def read_base(path: Path) -> Base | None:
@@ -307,7 +310,10 @@ def _versions(tensor: Tensor) -> tuple[tuple[int, int, bytes], ...]:
     if not isinstance(tensor, nn.Parameter):  # made again in each state, as the scales of bitsandbytes are
         return ()
     with torch.no_grad():
-        parts = [tensor.to_local()] if is_dtensor(tensor) else quantized_parts(tensor) or [tensor]
+        if is_dtensor(tensor):
+            parts = [tensor.to_local()]
+        else:
+            parts = quantized_parts(tensor) or [tensor]
         return tuple((0 if t.is_inference() else t._version, t.data_ptr(), _sampled(t)) for t in parts)
 
 

@@ -74,7 +74,9 @@ class Checkpointer:
     def steps_left(self, step: int) -> int | None:
         """Return the number of optimizer steps from ``step`` to the next checkpoint of ``every_steps``."""
         every = self.settings.every_steps
-        return None if every is None else every - step % every
+        if every is None:
+            return None
+        return every - step % every
 
     def is_due(self, step: int) -> bool:
         every = self.settings.every_steps
@@ -88,7 +90,9 @@ class Checkpointer:
     def due_at(self) -> float:
         """The time of the next checkpoint of ``every_s``, by `time.monotonic`."""
         age = self.settings.every_s
-        return math.inf if age is None else self._saved_at + age
+        if age is None:
+            return math.inf
+        return self._saved_at + age
 
     # -- writing --------------------------------------------------------------------------------
 
@@ -246,7 +250,10 @@ class Checkpointer:
         committed = on_first_rank(self._session, self._folder.committed, where="later checkpoints")
         later = [path.name for path in committed if step_of(path) > step]
         if later:
-            begins = f"begins after step {step}" if step else "begins again"
+            if step:
+                begins = f"begins after step {step}"
+            else:
+                begins = "begins again"
             msg = (
                 f"{self._folder.path} has {', '.join(sorted(later))}, and the run {begins}: give "
                 "resume='auto' to continue from the newest, or another folder, or delete what is not needed "
@@ -349,7 +356,9 @@ class Writer:
                 folder = self._new_scratch(step)
             except Exception as error:  # noqa: BLE001 - all ranks raise it together
                 self.fail(error)
-        return self._session.broadcast(folder, where="the folder of a checkpoint") if together else folder
+        if together:
+            return self._session.broadcast(folder, where="the folder of a checkpoint")
+        return folder
 
     def _new_scratch(self, step: int) -> Path:
         """Return a new folder to write into; lock the run's folder again if it was deleted."""
@@ -489,7 +498,10 @@ class Writer:
             failure = error
         answers: list[Any] = [None] * self._session.world_size
         try:
-            text = None if failure is None else str(failure) or repr(failure)
+            if failure is None:
+                text = None
+            else:
+                text = str(failure) or repr(failure)
             kind = FileNotFoundError if isinstance(failure, FileNotFoundError) else OSError
             dist.all_gather_object(answers, (text, kind, files), group=self._group)
         except RuntimeError as error:  # a rank has gone
@@ -530,5 +542,8 @@ class Writer:
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)  # the failure matters, and the next start sweeps
             with suppress(OSError):  # of a disk that lost more: the failure itself matters
-                before = "; the checkpoints before it are whole" if self.folder.committed() else ""
+                if self.folder.committed():
+                    before = "; the checkpoints before it are whole"
+                else:
+                    before = ""
         error.add_note(f"while a checkpoint was written to {self.folder.path}{before}")

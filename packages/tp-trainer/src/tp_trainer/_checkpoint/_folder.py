@@ -361,7 +361,9 @@ def _is_there(path: Path) -> bool:
 def _writer_of(name: str) -> int:
     """Return the rank that wrote a file. The same rank checks it, as its host may have it in page cache."""
     match = _OF_RANK.fullmatch(name.rpartition("/")[2])
-    return 0 if match is None else int(match[1])
+    if match is None:
+        return 0
+    return int(match[1])
 
 
 def _files_of(path: Path) -> Mapping[str, FileRecord]:
@@ -429,7 +431,9 @@ def write_manifest(
 
 def _not_readable(path: Path, error: OSError) -> OSError:
     reason = f"checkpoint {path} cannot be read, and nothing was changed: {error}"
-    return OSError(reason) if error.errno is None else OSError(error.errno, reason)
+    if error.errno is None:
+        return OSError(reason)
+    return OSError(error.errno, reason)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -449,7 +453,10 @@ def read_manifest(folder: Path) -> Manifest:
         if not is_absence(error):
             raise
     if data is None:
-        lack = f"has no {MANIFEST}" if os.path.lexists(folder) else "is not there"
+        if os.path.lexists(folder):
+            lack = f"has no {MANIFEST}"
+        else:
+            lack = "is not there"
         msg = f"{folder} is not a checkpoint: it {lack}"
         raise StateError(msg)
     head = _HEAD.match(data)

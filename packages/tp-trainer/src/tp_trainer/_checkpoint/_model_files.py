@@ -90,7 +90,11 @@ def save_model(session: Session, model: nn.Module, path: str | os.PathLike[str])
     for name, part in session.state_parts(model).items():
         value = whole(part)  # a collective: on all ranks, though only rank 0 keeps the value
         if session.is_main:
-            state[name] = value if value is part else value.cpu()  # a gathered tensor is on the device
+            # a gathered tensor is on the device
+            if value is part:
+                state[name] = value
+            else:
+                state[name] = value.cpu()
     write_on_main(session, path, partial(save_atomically, state, path))
 
 
@@ -231,7 +235,10 @@ def _check_fits(
         if name in shapes and shapes[name] != tuple(tensor.shape)
     ]
     if problems:
-        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        if len(problems) > 3:
+            more = f" (and {len(problems) - 3} more)"
+        else:
+            more = ""
         listed = "; it ".join(sorted(problems)[:3])
         msg = f"{os.fspath(path)} does not fit the model: it {listed}{more}"
         raise StateError(msg)

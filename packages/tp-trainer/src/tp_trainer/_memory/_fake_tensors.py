@@ -43,7 +43,10 @@ class StandIns:
             is_converted = tensor.is_floating_point() and (is_parameter or self._buffers)
             dtype = self._dtype if is_converted else None
             fake = self.of_tensor(tensor, dtype)
-            self._copies[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+            if is_parameter:
+                self._copies[id(tensor)] = nn.Parameter(fake, tensor.requires_grad)
+            else:
+                self._copies[id(tensor)] = fake
             copy_attributes(tensor, self._copies[id(tensor)])
         return copy.deepcopy(model, self._copies).train()
 
@@ -56,7 +59,10 @@ class StandIns:
         for state in optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor):
-                    self._copies[id(value)] = self.of_tensor(value) if value.dim() else self._count(value)
+                    if value.dim():
+                        self._copies[id(value)] = self.of_tensor(value)
+                    else:
+                        self._copies[id(value)] = self._count(value)
         new: Optimizer = object.__new__(type(optimizer))
         left_out = {name for name in vars(optimizer) if name == "step" or "_hooks" in name}
         kept = {name: value for name, value in vars(optimizer).items() if name not in left_out}
@@ -135,7 +141,10 @@ class LiveBytes(TorchDispatchMode):
             self.keys += sum(t.numel() * t.element_size() for t in args[1:3])
             self._note_attention(operator, args, kwargs or {})
         is_cast = operator is torch.ops.aten._to_copy.default and _address(args[0]) in self._addresses
-        several = outputs if isinstance(outputs, tuple | list) else (outputs,)
+        if isinstance(outputs, tuple | list):
+            several = outputs
+        else:
+            several = (outputs,)
         for output in several:
             if isinstance(output, Tensor):
                 self._note(output, is_cast=is_cast)

@@ -63,11 +63,10 @@ def add_memory(job: Job, work: StepParts) -> Iterator[Job]:
         measured = _with_memory(replace(job, recomputation=recomputation), work)
         if measured.footprint is None or measured.footprint.activations is None:
             if job.environment.is_main:
-                why = (
-                    "the free memory is not known"
-                    if measured.footprint is None
-                    else measured.footprint.unknown
-                )
+                if measured.footprint is None:
+                    why = "the free memory is not known"
+                else:
+                    why = measured.footprint.unknown
                 log.warning(
                     "activation_checkpointing='auto' has nothing to go by, and changes nothing: %s; "
                     "checkpoint_activations(model) does not need to know",
@@ -119,7 +118,10 @@ def estimate_job(
     if free is None:
         free = _free(job, model, work.optimizer)
     rows = row_count_of(batch)
-    share = batch if rows is None else resized(batch, -(-rows // count))
+    if rows is None:
+        share = batch
+    else:
+        share = resized(batch, -(-rows // count))
     backends = list(backends)
     tried = [None] if job.recomputation is None else recomputations(model)
     for recomputation in tried:
@@ -158,7 +160,10 @@ def _free(job: Job, model: nn.Module, optimizer: Optimizer | None) -> int | None
 def _measure(model: nn.Module, job: Job, work: StepParts) -> Footprint:
     traits = job.traits
     # No step for DTensors: it makes collectives, and only rank 0 is here.
-    batch = None if traits is not None and traits.has_dtensors else _one_share(work.loader, job)
+    if traits is not None and traits.has_dtensors:
+        batch = None
+    else:
+        batch = _one_share(work.loader, job)
     footprint = measure_footprint(
         model,
         work.optimizer,
@@ -173,7 +178,9 @@ def _measure(model: nn.Module, job: Job, work: StepParts) -> Footprint:
 
 def _part(samples: int | None, devices: int) -> float:
     """Return the share of a device, divided by the whole samples that it gets at most."""
-    return samples / devices / -(-samples // devices) if samples else 1.0
+    if samples:
+        return samples / devices / -(-samples // devices)
+    return 1.0
 
 
 def _device_count(job: Job) -> int:
@@ -185,7 +192,9 @@ def _batch_size(loader: Any) -> int | None:
     if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__getitem__"):
         return None
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-    return size if isinstance(size, int) else None
+    if isinstance(size, int):
+        return size
+    return None
 
 
 def _one_share(loader: Any, job: Job) -> Any:

@@ -62,8 +62,14 @@ class MemoryTable:
         lines = [head]
         for name, verdict in self.verdicts.items():
             mark = "*" if name == self.best else "-"
-            reason = verdict.reason if verdict.memory is None else str(verdict.memory)
-            more = f"; {verdict.remedy}" if not verdict.is_fit and verdict.remedy else ""
+            if verdict.memory is None:
+                reason = verdict.reason
+            else:
+                reason = str(verdict.memory)
+            if not verdict.is_fit and verdict.remedy:
+                more = f"; {verdict.remedy}"
+            else:
+                more = ""
             fits = "fits " if verdict.is_fit else "unfit"
             lines.append(f"  {mark}  {name:{width}}  {fits}  {reason}{more}")
         if self.footprint.unknown:
@@ -140,10 +146,15 @@ def row_count_of(batch: Any) -> int | None:
 def _assess(backend: Backend[Any], job: Job) -> Verdict:
     try:
         verdict = backend.assess(job)
-        need = backend.estimate_memory(job) if verdict.is_fit else None
+        if verdict.is_fit:
+            need = backend.estimate_memory(job)
+        else:
+            need = None
     except Exception as error:  # noqa: BLE001 - a plugin may raise anything
         return Verdict.unfit(f"its assessment raised {type(error).__name__}: {error}")
-    return verdict if need is None else verdict.with_memory(need)
+    if need is None:
+        return verdict
+    return verdict.with_memory(need)
 
 
 def _best(verdicts: list[Verdict]) -> tuple[Verdict, float]:
@@ -158,4 +169,6 @@ def _best(verdicts: list[Verdict]) -> tuple[Verdict, float]:
 def _rank(verdict: Verdict) -> float:
     if verdict.score is not None:
         return verdict.score
-    return -1.0 if verdict.lacks_memory else -2.0
+    if verdict.lacks_memory:
+        return -1.0
+    return -2.0

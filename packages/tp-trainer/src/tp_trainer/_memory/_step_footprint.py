@@ -275,4 +275,6 @@ def _usable(device: torch.device | None) -> torch.device:
     if device is None or device.type == "cpu":
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return device if accelerator is not None and accelerator.type == device.type else torch.device("cpu")
+    if accelerator is not None and accelerator.type == device.type:
+        return device
+    return torch.device("cpu")

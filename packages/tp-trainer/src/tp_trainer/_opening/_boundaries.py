@@ -223,8 +223,10 @@ class StepBoundaries:
                     outcome: str | None = _CLOSED
                 elif time.monotonic() > deadline:
                     outcome = "void"
+                elif self._session.is_main:
+                    outcome = self._outcome(store, number)
                 else:
-                    outcome = self._outcome(store, number) if self._session.is_main else None
+                    outcome = None
                 if outcome is None:
                     time.sleep(_ANSWER_S)
                 else:  # compare_set: the first outcome of a round wins, and may be another rank's
@@ -401,7 +403,10 @@ class SignalWatch:
         Collectives: one all-gather of objects over all ranks.
         """
         boundaries = self._boundaries
-        seconds = time.monotonic() - boundaries.seen_at if boundaries.seen else 0.0
+        if boundaries.seen:
+            seconds = time.monotonic() - boundaries.seen_at
+        else:
+            seconds = 0.0
         return max(self._session.gather_objects(seconds, where="seconds since a signal"))
 
 

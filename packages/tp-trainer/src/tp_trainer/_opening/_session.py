@@ -61,7 +61,9 @@ def joined(models: Sequence[nn.Module]) -> nn.Module | None:
     """Return all models as a job's model: the only one, a ModuleList of several, ``None`` for none."""
     if len(models) > 1:
         return nn.ModuleList(models)
-    return models[0] if models else None
+    if models:
+        return models[0]
+    return None
 
 
 def choose(job: Job, plugins: PluginRegistry, name: str) -> Selection:
@@ -106,11 +108,10 @@ def check_choice(
     verdict = selection.backend.assess(job)
     models = "with the models before" if known else "without a model"
     when = f"when {opened_by} started the job, {models}"
-    remedy = (
-        "give all models in one call, prepare(model, other, ...)"
-        if known
-        else "call fit(model, ...) or prepare(model, ...) before it"
-    )
+    if known:
+        remedy = "give all models in one call, prepare(model, other, ...)"
+    else:
+        remedy = "call fit(model, ...) or prepare(model, ...) before it"
     if not verdict.is_fit:
         reason = verdict.reason
         if verdict.remedy:
@@ -241,7 +242,9 @@ class LazySession:
     @property
     def selection(self) -> Selection:
         """The selection of the backend; before the session is open, the one for an unspecified model."""
-        return choose(self._job, self.plugins, self._backend) if self._selection is None else self._selection
+        if self._selection is None:
+            return choose(self._job, self.plugins, self._backend)
+        return self._selection
 
     def choice(self, model: nn.Module, estimate: Callable[[Job], Iterable[Job]]) -> tuple[Selection, Job]:
         """Return the selection for a model and its job, without opening anything.
@@ -287,7 +290,9 @@ class LazySession:
 
     def prepared(self, model: nn.Module) -> nn.Module | None:
         """Return the prepared model of a module, or of a prepared model itself; ``None`` if there is none."""
-        return None if self._prepared is None else self._prepared.get(model)
+        if self._prepared is None:
+            return None
+        return self._prepared.get(model)
 
     def note_prepared(self, model: nn.Module, prepared: nn.Module) -> None:
         if self._prepared is None:
@@ -328,7 +333,10 @@ class LazySession:
         self, models: Sequence[nn.Module], estimate: Callable[[Job], Iterable[Job]] | None
     ) -> tuple[Selection, Job]:
         """Return the selection for models, and the job with what the backward pass computes again."""
-        seed = torch.initial_seed() if self._seed is None else self._seed
+        if self._seed is None:
+            seed = torch.initial_seed()
+        else:
+            seed = self._seed
         job = replace(self._job, model=joined(models), seed=seed)
         jobs: Iterable[Job] = [job]
         # Every rank knows the size without an exchange; for a small model a measurement is not worth it.

@@ -108,7 +108,10 @@ class UncaughtHook:
                 is_inner = each is not error and isinstance(error, TpError)
                 # Of what tp itself has caught, and raises anew with a sentence, the message is enough.
                 is_message = is_inner and all(map(_is_trimmed, _frames(its_trace)))
-                each.__traceback__ = None if is_message else trimmed(its_trace, error=each)
+                if is_message:
+                    each.__traceback__ = None
+                else:
+                    each.__traceback__ = trimmed(its_trace, error=each)
             if isinstance(error, DisagreementError) and os.environ.get("LOCAL_RANK", "0") != "0":
                 error.__traceback__ = None
             self._show(kind, error, error.__traceback__)

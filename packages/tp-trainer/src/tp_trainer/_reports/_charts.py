@@ -40,7 +40,9 @@ def charts(runs: Sequence[tuple[str, LoggedRun]]) -> list[Chart]:
 
 
 def _rank(name: str) -> int:
-    return _FIRST.index(name) if name in _FIRST else len(_FIRST)
+    if name in _FIRST:
+        return _FIRST.index(name)
+    return len(_FIRST)
 
 
 def _curves(name: str, runs: Sequence[tuple[str, LoggedRun]]) -> Iterator[Curve]:

@@ -62,7 +62,10 @@ def build_loop(
         check_same(session, {**settings.facts(steps), **hooks.facts(), **kinds})
     if session.data_size > 1:
         check_same_optimizers(session, targets.trained.optimizers, beside=None)
-    weights = "all" if settings.checkpoint is None else settings.checkpoint.weights
+    if settings.checkpoint is None:
+        weights = "all"
+    else:
+        weights = settings.checkpoint.weights
     state = RunState(session, targets.trained, user_state, train, hooks.optimizer_step, weights)
     return Loop(session, settings, state, train, hooks=hooks, logs=logs, steps=steps, watchdog=watchdog)
 

@@ -73,11 +73,17 @@ def find_callbacks(
     names: set[str] = set()
     chosen: list[Callback] = []
     for entry in given:
-        callback = _made(installed, entry, plugins) if isinstance(entry, str) else entry
+        if isinstance(entry, str):
+            callback = _made(installed, entry, plugins)
+        else:
+            callback = entry
         if isinstance(entry, str):
             names.add(entry)
         if not isinstance(callback, Callback):
-            hint = f"; give an object: {callback.__name__}()" if isinstance(callback, type) else ""
+            if isinstance(callback, type):
+                hint = f"; give an object: {callback.__name__}()"
+            else:
+                hint = ""
             msg = (
                 "a callback must be an object of a subclass of tp_trainer.Callback, or the name of an "
                 f"installed one, got {type(callback).__name__}: {callback!r}{hint}"
@@ -107,11 +113,10 @@ def _made(installed: dict[str, Contribution[NamedCallback]], name: str, plugins:
         plugins.require(name)
         close = get_close_matches(name, installed, n=1)
         names = ", ".join(installed) or "none"
-        hint = (
-            f"did you mean {close[0]!r}?"
-            if close
-            else f"installed: {names}; or give an object: EarlyStopping()"
-        )
+        if close:
+            hint = f"did you mean {close[0]!r}?"
+        else:
+            hint = f"installed: {names}; or give an object: EarlyStopping()"
         if blocked := plugins.disabled():
             hint += f"; TP_DISABLE_PLUGINS blocks {', '.join(map(str, blocked))}"
         msg = f"no installed plugin brings a callback called {name!r}; {hint}"
@@ -173,7 +178,10 @@ class Events:
             calls = self._calls[name] = []
             for callback in self.callbacks:
                 if _overrides(callback, name):
-                    joined = callback if callback in self._joined else None
+                    if callback in self._joined:
+                        joined = callback
+                    else:
+                        joined = None
                     calls.append((getattr(callback, name), joined))
 
     def has(self, name: str) -> bool:

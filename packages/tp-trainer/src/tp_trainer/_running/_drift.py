@@ -140,7 +140,9 @@ class DriftWatch:
         return now is not None and self._versions.get(name) != now
 
     def _full_name(self, model: str, name: str) -> str:
-        return name if len(self._models) == 1 else f"{model}.{name}"
+        if len(self._models) == 1:
+            return name
+        return f"{model}.{name}"
 
     def compare(self, everyones: Sequence[Mapping[Place, TensorSum]], *, step: int) -> None:
         """Compare the sums of all ranks, which hold the same values where they have the same place."""
@@ -223,4 +225,6 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor

@@ -148,7 +148,9 @@ def _counted(step: Step) -> Step:
     def run(model: Any, batch: Any) -> StepOutput:
         output = step(model, batch)
         named = {"loss": output} if isinstance(output, Tensor) else output
-        return {**named, _COUNTED: 0.0} if isinstance(named, Mapping) else output
+        if isinstance(named, Mapping):
+            return {**named, _COUNTED: 0.0}
+        return output
 
     run.wrapped_step = step  # type: ignore[attr-defined]  # functions take any
     return run
@@ -191,7 +193,10 @@ def fit(preparation: Preparation, settings: FitSettings, model: nn.Module, optim
     )
     run = preparation.run_step(train)
     hooks = FitHooks(settings, optimizer_step, run, evaluator, train, preparation.noting_draws)
-    schedulers = {} if settings.scheduler is None else {"scheduler": settings.scheduler.scheduler}
+    if settings.scheduler is None:
+        schedulers = {}
+    else:
+        schedulers = {"scheduler": settings.scheduler.scheduler}
     with preparation.continued(settings.train_loader, train):
         loop = build_loop(
             preparation,
@@ -210,7 +215,9 @@ def fit(preparation: Preparation, settings: FitSettings, model: nn.Module, optim
 def _run_evaluated(preparation: Preparation, watchdog: Watchdog | None, batches: PreparedLoader) -> RunStep:
     """Return what runs the step on the batches of a validation; each counts as a step for the watchdog."""
     run = preparation.run_step(batches)
-    return run if watchdog is None else watchdog.watch(run)
+    if watchdog is None:
+        return run
+    return watchdog.watch(run)
 
 
 def _train(loop: Loop, hooks: FitHooks) -> History:
@@ -237,9 +244,15 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
     """
     settings, run, update, meter = hooks.settings, hooks.run, hooks.optimizer_step, loop.meter
     metrics, options = settings.val_metrics(), settings.scheduler
-    step = without_metrics(settings.step, metrics) if metrics else settings.step
+    if metrics:
+        step = without_metrics(settings.step, metrics)
+    else:
+        step = settings.step
     step = weighed(step) if hooks.weighs_batches else step
-    scheduler = options.scheduler if options is not None and options.every == "step" else None
+    if options is not None and options.every == "step":
+        scheduler = options.scheduler
+    else:
+        scheduler = None
     model, no_sync, zero_grad = update.model, update.session.no_sync, update.optimizer.zero_grad
     add, backward, finish = meter.add, update.backward, update.finish
     begin_step = meter.begin_step if meter.tolerates else None
@@ -253,7 +266,10 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
     def run_first(_: Step, model: Any, batch: Any) -> StepOutput:
         nonlocal step
         # Iterating parts as a tuple: users' code that unpacks them is refused.
-        parts = [*tuple.__iter__(batch)] if isinstance(batch, Parts) else [batch]
+        if isinstance(batch, Parts):
+            parts = [*tuple.__iter__(batch)]
+        else:
+            parts = [batch]
         if not hooks.weighs_batches and any(isinstance(p, CountedBatch) for p in parts):
             hooks.weighs_batches, step = True, weighed(step, [step])
         moved = None if options is None else options.scheduler
@@ -261,7 +277,10 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
         output = hooks.step_state.run(
             lambda counted: watched(counted, model, batch), step, [model], own=settings.step
         )
-        metrics = {"loss", *output} if isinstance(output, Mapping) else {"loss"}
+        if isinstance(output, Mapping):
+            metrics = {"loss", *output}
+        else:
+            metrics = {"loss"}
         loop._check_training_metrics(metrics)
         return output
 
@@ -290,7 +309,10 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
 
     def learn(batch: Any) -> StepOutput:
         share = position.share
-        output = step(model, batch) if calls_step else run(step, model, batch)
+        if calls_step:
+            output = step(model, batch)
+        else:
+            output = run(step, model, batch)
         # Most steps return a scalar: the full check of `loss_of` would double the cost of this function.
         if type(output) is Tensor and output.requires_grad and not output.dim():
             loss = output

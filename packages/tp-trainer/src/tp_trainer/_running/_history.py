@@ -54,7 +54,9 @@ class EpochRecord:
     @property
     def samples_per_s(self) -> float:
         """Training throughput, in samples per second over all ranks."""
-        return self.samples / self.seconds if self.seconds else math.inf
+        if self.seconds:
+            return self.samples / self.seconds
+        return math.inf
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -230,7 +232,10 @@ class History:
                 raise ConfigError(msg)
             out = self.folder / "report.html"
         is_logged = self.folder is not None and (self.folder / FILENAME).is_file()
-        run = read_run(self.folder) if self.folder and is_logged else self._as_logged()
+        if self.folder and is_logged:
+            run = read_run(self.folder)
+        else:
+            run = self._as_logged()
         return write_page([run], out)
 
     def _as_logged(self) -> "LoggedRun":
@@ -270,4 +275,6 @@ class History:
 def _worded(value: float | None) -> str:
     if value is None:
         return ""
-    return str(value) if isinstance(value, int) else f"{value:.4g}"
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.4g}"

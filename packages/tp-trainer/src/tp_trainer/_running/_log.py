@@ -98,7 +98,10 @@ class RunLog:
                 for logger in opened:
                     logger.close("failed")
         # Before rank 0 raises: the other ranks would wait for it in the first step.
-        failure_text = None if failure is None else str(failure) or repr(failure)
+        if failure is None:
+            failure_text = None
+        else:
+            failure_text = str(failure) or repr(failure)
         failure_text = self._session.broadcast(failure_text, where="the opening of loggers")
         if failure is not None:
             raise failure
@@ -212,7 +215,10 @@ def _copy_number(name: str, value: Any) -> Number:
         return value.detach().reshape(()).clone()
     if isinstance(value, Real):
         return float(value)
-    got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.100}"
+    if isinstance(value, Tensor):
+        got = f"a tensor of shape {tuple(value.shape)}"
+    else:
+        got = f"{value!r:.100}"
     msg = f"what is logged must be numbers or tensors of one element; {name!r} is {got}"
     raise ConfigError(msg)
 
@@ -237,11 +243,20 @@ def plan_log(preparation: Preparation, settings: LoopSettings, optimizers: Itera
     """Return the log of a run. A run with loggers and a checkpoint folder also gets a ``log.jsonl`` there."""
     session, selection = preparation.session, preparation.selection
     checkpoint, options = settings.checkpoint, settings.log
-    folder = None if checkpoint is None else Path(checkpoint.folder).absolute()
-    loggers = [] if options.loggers is None else make_loggers(options.loggers, preparation.plugins)
+    if checkpoint is None:
+        folder = None
+    else:
+        folder = Path(checkpoint.folder).absolute()
+    if options.loggers is None:
+        loggers = []
+    else:
+        loggers = make_loggers(options.loggers, preparation.plugins)
     if loggers and folder is not None and not any(isinstance(one, JsonLinesLogger) for one in loggers):
         loggers.append(JsonLinesLogger())
-    config = config_in_use() if loggers or folder is not None else None
+    if loggers or folder is not None:
+        config = config_in_use()
+    else:
+        config = None
     if config is not None and folder is not None:
         loggers.append(ConfigLogger(folder, config[1]))
 
@@ -276,7 +291,10 @@ def _hyperparameters(
         "backend": preparation.selection.chosen.name,
     }
     if compiled is not None:
-        hyperparameters["compile"] = "blocks" if compiled.blocks else "model"
+        if compiled.blocks:
+            hyperparameters["compile"] = "blocks"
+        else:
+            hyperparameters["compile"] = "model"
     if session.job.recomputation is not None:
         hyperparameters["recomputation"] = session.job.recomputation
     for optimizer in optimizers:

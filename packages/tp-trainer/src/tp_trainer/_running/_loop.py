@@ -139,7 +139,10 @@ class Loop:
         self._hooks = hooks
         self._logs = logs
         self._watchdog = watchdog
-        self._saving = None if checkpoints is None else Saving(checkpoints, session, state, settings.backend)
+        if checkpoints is None:
+            self._saving = None
+        else:
+            self._saving = Saving(checkpoints, session, state, settings.backend)
         shows = session.is_main and settings.progress is not False
         self._reporter = Reporter(progress=settings.progress) if shows else None
         self.state = settings.state
@@ -156,15 +159,24 @@ class Loop:
 
         # What comes next, and what ends the run.
         log_every = logs.every if logs.is_on else None
-        validate_every = None if validation is None else validation.every_steps
-        save_every = None if checkpoints is None else checkpoints.every_steps
+        if validation is None:
+            validate_every = None
+        else:
+            validate_every = validation.every_steps
+        if checkpoints is None:
+            save_every = None
+        else:
+            save_every = checkpoints.every_steps
         self._schedule = StepSchedule(
             log_every=log_every,
             validate_every=validate_every,
             save_every=save_every,
             last_step=limits.max_steps,
         )
-        checkpointer = None if self._saving is None else self._saving.checkpointer
+        if self._saving is None:
+            checkpointer = None
+        else:
+            checkpointer = self._saving.checkpointer
         self._drift = DriftWatch(session, state.trained.prepared)
         self._requests = Requests(
             session,
@@ -225,7 +237,10 @@ class Loop:
     def history(self) -> History:
         """The records of the past epochs."""
         checkpoints = self._settings.checkpoint
-        folder = None if checkpoints is None else Path(checkpoints.folder).absolute()
+        if checkpoints is None:
+            folder = None
+        else:
+            folder = Path(checkpoints.folder).absolute()
         return History(tuple(self._run_state.records), folder)
 
     @property
@@ -377,7 +392,10 @@ class Loop:
         if self._watchdog is not None:
             self._watchdog.connect(self._session)
         validation = self._settings.validation
-        max_batches = 0 if validation is None else validation.sanity_batches
+        if validation is None:
+            max_batches = 0
+        else:
+            max_batches = validation.sanity_batches
         if max_batches and not state.step:
             # A validation that fails must fail now, and not after an epoch of hours.
             with preserve_rng_state(), self._watching():
@@ -520,7 +538,10 @@ class Loop:
         """
         position, requests, first = self._position, self._requests, self._run_state.first
         steps, accumulate = position.batches, position.accumulate
-        note_step = None if self._watchdog is None else self._watchdog.note_step
+        if self._watchdog is None:
+            note_step = None
+        else:
+            note_step = self._watchdog.note_step
         meter = self.meter if self._hooks.counts_batches else None
         events = self._settings.events
         sends_step_end = events.has("on_step_end")
@@ -609,11 +630,16 @@ class Loop:
         if schedule.last_step is not None and step >= schedule.last_step:
             self._ending = f"max_steps={schedule.last_step}"
         self._follow_requests(step, ended_step=ended_step)
-        next_update = math.inf if self._ticker is None else self._ticker.next_update
+        if self._ticker is None:
+            next_update = math.inf
+        else:
+            next_update = self._ticker.next_update
         self._requests.schedule(next_update)
         position.is_in_step = True
         steps_left = schedule.next_after(step)
-        return steps_left if steps_left == math.inf else position.batches_after(int(steps_left))
+        if steps_left == math.inf:
+            return steps_left
+        return position.batches_after(int(steps_left))
 
     def _show_progress(self, done: int) -> None:
         ticker = self._ticker
@@ -741,11 +767,15 @@ class Loop:
     def _learning_rate(self) -> float | None:
         """Return the rate of the first optimizer's first group, if there is one."""
         optimizer = next(iter(self.optimizers.values()), None)
-        return None if optimizer is None else learning_rate_of(optimizer.param_groups[0])
+        if optimizer is None:
+            return None
+        return learning_rate_of(optimizer.param_groups[0])
 
     def _epoch_label(self) -> str:
         epochs = self.epochs
-        return f"epoch {self.epoch}" if epochs is None else f"epoch {self.epoch}/{epochs}"
+        if epochs is None:
+            return f"epoch {self.epoch}"
+        return f"epoch {self.epoch}/{epochs}"
 
     def _say(self, line: str) -> None:
         log.info(line)
@@ -766,7 +796,10 @@ class Loop:
         if self._settings.validation is None:
             return {}
         boundaries = self._requests.boundaries
-        saving_boundaries = None if self._saving is None else boundaries
+        if self._saving is None:
+            saving_boundaries = None
+        else:
+            saving_boundaries = boundaries
         # A validation may draw, and the run that is resumed begins it anew.
         devices = self._session.job.devices
         generators = capture_rng_state(devices)
@@ -791,7 +824,9 @@ class Loop:
         return means
 
     def _watching(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._watchdog is None else self._watchdog.watching()
+        if self._watchdog is None:
+            return nullcontext()
+        return self._watchdog.watching()
 
     def _log_loss(self) -> None:
         """Log this rank's mean loss since the last row."""
@@ -901,4 +936,6 @@ def _first(what: str, named: Mapping[str, T]) -> T:
 def _status(error: BaseException | None) -> RunStatus:
     if error is None:
         return "finished"
-    return "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
+    if isinstance(error, Interrupted | KeyboardInterrupt):
+        return "interrupted"
+    return "failed"

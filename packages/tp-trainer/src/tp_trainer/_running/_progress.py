@@ -51,7 +51,10 @@ class Reporter:
             yield Ticker(label, steps, _BAR_INTERVAL_S, show_state, first=first)
             return
         if not self._on_terminal:
-            interval_s = _LINE_INTERVAL_S if self._has_lines else math.inf
+            if self._has_lines:
+                interval_s = _LINE_INTERVAL_S
+            else:
+                interval_s = math.inf
             yield Ticker(label, steps, interval_s, first=first)
             return
         from rich.progress import (
@@ -135,7 +138,10 @@ class Ticker:
             self._show(done, words.strip())
         else:
             per_step = (now - self._began) / max(done - self._first, 1)
-            speed = f"{1 / per_step:,.1f} steps/s" if per_step < 1 else f"{per_step:,.1f} s per step"
+            if per_step < 1:
+                speed = f"{1 / per_step:,.1f} steps/s"
+            else:
+                speed = f"{per_step:,.1f} s per step"
             line = f"{self._label}  step {done}/{self._steps}{words}  {speed}"
             print_to_stderr(line)
 

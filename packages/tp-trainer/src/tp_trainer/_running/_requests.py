@@ -99,7 +99,9 @@ class Requests:
 
         Collectives: as in `SignalWatch.decide`, if any rank may ask for something.
         """
-        return self._decide(has_begun=has_begun) if self._can_ask else Decision()
+        if self._can_ask:
+            return self._decide(has_begun=has_begun)
+        return Decision()
 
     def decide_after_epoch(self) -> Decision:
         """Return the agreement of the ranks after an epoch, where they always meet if calls may come.
@@ -129,7 +131,10 @@ class Requests:
             self._due_at = min(self._due_at, self._checkpointer.due_at)
         # With several ranks the boundaries' thread reads the clock of rank 0: a rank that asked by its own
         # would ask alone, as test_ranks_save_and_end_by_the_clock_of_the_first shows.
-        self.wake_at = min(shows_at, self._due_at) if self._is_alone else shows_at
+        if self._is_alone:
+            self.wake_at = min(shows_at, self._due_at)
+        else:
+            self.wake_at = shows_at
 
     def _has_any(self) -> bool:
         """Return whether this rank has a request, besides signals.

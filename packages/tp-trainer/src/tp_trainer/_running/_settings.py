@@ -306,10 +306,14 @@ class FitSettings:
 
     def val_loaders(self) -> dict[str, Iterable[Any]]:
         validation = self.loop.validation
-        return {} if validation is None else named_loaders("validation", validation.source)
+        if validation is None:
+            return {}
+        return named_loaders("validation", validation.source)
 
     def val_metrics(self) -> dict[str, Metric]:
-        return {} if self.loop.validation is None else check_metrics(self.loop.validation.metrics)
+        if self.loop.validation is None:
+            return {}
+        return check_metrics(self.loop.validation.metrics)
 
     def facts(self) -> dict[str, object]:
         scheduler = self.scheduler
@@ -339,7 +343,9 @@ def limits_of(given: Limits | None, *, epochs: int | None, max_steps: int | None
     """Return the limits of a run, of one epoch if nothing else ends it."""
     limits = with_shortcuts("limits", given, Limits, epochs=epochs, max_steps=max_steps)
     ends = (limits.epochs, limits.max_steps, limits.max_time)
-    return replace(limits, epochs=1) if ends == (None, None, None) else limits
+    if ends == (None, None, None):
+        return replace(limits, epochs=1)
+    return limits
 
 
 def from_environment(
@@ -355,7 +361,10 @@ def from_environment(
             raise ConfigError(msg)
         limits = replace(limits, max_steps=int(most))
     if folder:
-        checkpoint = replace(checkpoint, folder=folder) if isinstance(checkpoint, Checkpoints) else folder
+        if isinstance(checkpoint, Checkpoints):
+            checkpoint = replace(checkpoint, folder=folder)
+        else:
+            checkpoint = folder
         resume = "auto"
     return limits, checkpoint, resume
 
@@ -400,4 +409,6 @@ def batches_per_epoch(train: PreparedLoader, limits: Limits) -> int:
         )
         raise LoaderError(msg)
     steps = has if wanted is None else wanted
-    return steps if limits.overfit_batches is None else min(steps, limits.overfit_batches)
+    if limits.overfit_batches is None:
+        return steps
+    return min(steps, limits.overfit_batches)

@@ -158,7 +158,10 @@ class UserState:
             raise ConfigError(msg)
         for name in self._names:
             # An object moves its state by itself, as torch's optimizers do.
-            device = None if _has_state(self._values[name]) else self._session.device
+            if _has_state(self._values[name]):
+                device = None
+            else:
+                device = self._session.device
             self._put_back(name, restore_values(saved[name], stored, device))
         for name in self._callbacks:
             # One without a state on this rank was not asked to load one when there was a single rank, either.
@@ -188,7 +191,10 @@ class UserState:
 
     def _averages_in(self, state: Any) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the parameters that a callback averages, each with its average, by their names."""
-        averages = state.get("averages") if isinstance(state, dict) else None
+        if isinstance(state, dict):
+            averages = state.get("averages")
+        else:
+            averages = None
         if not isinstance(averages, dict) or len(self._models) != 1:
             return {}
         plain = self._session.unwrap(next(iter(self._models.values())))
@@ -197,11 +203,19 @@ class UserState:
         return {n: (p, average) for n, p, average in named if isinstance(average, Tensor)}
 
     def _state_of(self, name: str) -> Any:
-        value = self._callbacks[name] if name in self._callbacks else self._values[name]
-        return value.state_dict() if _has_state(value) else value
+        if name in self._callbacks:
+            value = self._callbacks[name]
+        else:
+            value = self._values[name]
+        if _has_state(value):
+            return value.state_dict()
+        return value
 
     def _put_back(self, name: str, state: Any) -> None:
-        value = self._callbacks[name] if name in self._callbacks else self._values[name]
+        if name in self._callbacks:
+            value = self._callbacks[name]
+        else:
+            value = self._values[name]
         if _has_state(value):
             try:
                 if isinstance(value, nn.Module):  # its parameters may be DTensors
@@ -378,7 +392,9 @@ class RunState:
 
     def _optimizers(self) -> Optimizer | Mapping[str, Optimizer]:
         optimizers = self.trained.optimizers
-        return next(iter(optimizers.values())) if len(optimizers) == 1 else optimizers
+        if len(optimizers) == 1:
+            return next(iter(optimizers.values()))
+        return optimizers
 
     def check(self, *, replay: bool) -> None:
         """Make sure that the run can be saved, before training costs anything.
@@ -514,7 +530,10 @@ class RunState:
         if (common["world_size"], shares) == (session.world_size, session.data_size):
             own = ranks[session.rank]
             self.meter_state, logged = own["meter"], own.get("logged")
-            self.logged = None if logged is None else (logged[0], logged[1])
+            if logged is None:
+                self.logged = None
+            else:
+                self.logged = (logged[0], logged[1])
             self._restore_generators(path, common, own)
             return
         self.meter_state = _share_of_sums(session.data_rank, ranks)
@@ -582,11 +601,15 @@ def _share_of_sums(data_rank: int, ranks: list[dict[str, Any]]) -> dict[str, Any
     states = list(shares.values())
     if not states:
         return None
-    return added_states(states) if data_rank == 0 else empty_state(states[0])
+    if data_rank == 0:
+        return added_states(states)
+    return empty_state(states[0])
 
 
 def _state_of(scheduler: Any) -> Any:
-    return scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}
+    if hasattr(scheduler, "state_dict"):
+        return scheduler.state_dict()
+    return {}
 
 
 def _load_state_of(scheduler: Any, state: Any) -> None:

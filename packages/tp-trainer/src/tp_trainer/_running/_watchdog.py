@@ -40,7 +40,9 @@ _rounds = count()
 
 def watchdog_of(environment: LaunchEnvironment, timeout_s: float | None) -> "Watchdog | None":
     """Return the watchdog of a run, or ``None`` where a step may take any time."""
-    return None if timeout_s is None else Watchdog(environment, timeout_s)
+    if timeout_s is None:
+        return None
+    return Watchdog(environment, timeout_s)
 
 
 class Watchdog:
@@ -195,7 +197,10 @@ class Watchdog:
             time.sleep(0.05)
         standings = []
         for rank, key in enumerate(keys):
-            position = json.loads(store.get(key)) if store.check([key]) else "code that lets no Python run"
+            if store.check([key]):
+                position = json.loads(store.get(key))
+            else:
+                position = "code that lets no Python run"
             standings.append(f"rank {rank} in {position}")
         store.add("read", 1)  # the rank that serves the store leaves last: without it the others read nothing
         while store.add("read", 0) < size and time.monotonic() < deadline:

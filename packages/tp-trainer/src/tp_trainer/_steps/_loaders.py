@@ -63,7 +63,10 @@ class BatchShares:
                         under_way[key] = latest = share
                         self._met_stand_in |= training and share.total < size
                         noted = share, training
-                    self._latest = batch if note(batch, noted) else _NO_BATCH
+                    if note(batch, noted):
+                        self._latest = batch
+                    else:
+                        self._latest = _NO_BATCH
                 yield batch
         finally:
             under_way.pop(key, None)
@@ -106,7 +109,9 @@ class BatchShares:
             shares = _different(share for share, training in self._by_tensor.values() if training)
         if len(shares) > 1:
             raise StepError(_ambiguous(shares))
-        return shares[0] if shares else self._latest_share
+        if shares:
+            return shares[0]
+        return self._latest_share
 
     def _shares_in(self, batch: Any) -> list[Share]:
         noted = [self._by_tensor.get(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
@@ -220,7 +225,9 @@ class _OfLiving(Generic[T]):
                 return value
             self._put_in_order()
         entry = self._entries.get(id(tensor))
-        return entry[1] if entry is not None and entry[0]() is tensor else None
+        if entry is not None and entry[0]() is tensor:
+            return entry[1]
+        return None
 
     def values(self) -> list[T]:
         self._put_in_order()
@@ -229,7 +236,9 @@ class _OfLiving(Generic[T]):
 
 def _loss_in(output: Any) -> Tensor | None:
     loss = output.get("loss") if isinstance(output, Mapping) else None
-    return loss if isinstance(loss, Tensor) else None
+    if isinstance(loss, Tensor):
+        return loss
+    return None
 
 
 def _different(shares: Iterable[Share]) -> list[Share]:
@@ -308,7 +317,10 @@ def gather_rows(session: Session, value: Any, *, is_nothing: bool) -> Any:
         session.check_agreement("what is gathered, as (shape behind the first dimension, type)", shapes)
 
     def gathered(leaf: Tensor) -> Tensor:
-        rows = leaf.detach().reshape(1) if leaf.dim() == 0 else leaf.detach()
+        if leaf.dim() == 0:
+            rows = leaf.detach().reshape(1)
+        else:
+            rows = leaf.detach()
         own = rows[:0] if is_nothing else rows
         return session.gather(own)
 
@@ -328,7 +340,10 @@ def gather_with_gradients(session: Session, rows: Tensor, *, is_nothing: bool) -
     of the rows' gradients.
     """
     if not isinstance(rows, Tensor) or rows.dim() == 0:
-        kind = "a scalar" if isinstance(rows, Tensor) else type(rows).__name__
+        if isinstance(rows, Tensor):
+            kind = "a scalar"
+        else:
+            kind = type(rows).__name__
         msg = f"all_gather() takes a tensor with a first dimension over samples, got {kind}"
         raise StepError(msg)
     if session.runs_step_in_parts:

@@ -213,7 +213,10 @@ class Meter:
             )
             raise StepError(msg)
         total, before = metrics.get(name, (0.0, 0))
-        metrics[name] = (total + number * weight, before + weight) if weight else (total, before)
+        if weight:
+            metrics[name] = (total + number * weight, before + weight)
+        else:
+            metrics[name] = (total, before)
 
     def state_dict(self) -> dict[str, Any]:
         self.flush()

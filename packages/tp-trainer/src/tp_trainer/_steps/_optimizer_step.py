@@ -121,7 +121,9 @@ def learning_rate_of(group: Mapping[str, Any]) -> float | None:
     Some have no such key, and Adafactor with relative steps has ``None``.
     """
     rate = group.get("lr")
-    return None if rate is None else float(rate)
+    if rate is None:
+        return None
+    return float(rate)
 
 
 class OptimizerStep:
@@ -243,7 +245,10 @@ class OptimizerStep:
         if self._is_plain:
             self.optimizer.step()
             return True
-        factor = self._weighted_factor() if self._is_weighted else self._sample_factor()
+        if self._is_weighted:
+            factor = self._weighted_factor()
+        else:
+            factor = self._sample_factor()
         self.is_empty = factor is None
         if factor is None:
             self.skipped += 1
@@ -312,12 +317,16 @@ class OptimizerStep:
         session, weight, batches = self.session, self._weight, self._batches
         self._weight, self._batches = 0.0, 0
         if not self._accumulates:
-            return 1.0 if weight else None
+            if weight:
+                return 1.0
+            return None
         total, unit = total_weight(session, weight), self.unit
         if not total or unit is None:
             return None
         self.unit = near_power_of_two(total / (session.data_size * batches))
-        return unit * session.data_size / total if session.job.loss == "mean" else 1.0
+        if session.job.loss == "mean":
+            return unit * session.data_size / total
+        return 1.0
 
     def _accepts(self, norm: Tensor) -> bool:
         """Return whether the optimizer may use gradients of this norm."""
@@ -335,7 +344,10 @@ class OptimizerStep:
             return False
         self._skipped_in_a_row += 1
         if self._raises or self._skipped_in_a_row > self._max_skipped:
-            often = "" if self._raises else f", {self._skipped_in_a_row} steps in a row"
+            if self._raises:
+                often = ""
+            else:
+                often = f", {self._skipped_in_a_row} steps in a row"
             msg = (
                 f"the gradients' norm is {norm.item()} at optimizer step {self.count}{often}; the "
                 "parameters are those before it. Look at the learning rate, the input and "

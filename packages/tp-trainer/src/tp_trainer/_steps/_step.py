@@ -28,7 +28,10 @@ NO_GRADIENTS = (
 
 
 def loss_of(output: Any, *, training: bool) -> Tensor:
-    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    else:
+        loss = output
     if not isinstance(loss, Tensor):
         msg = (
             "the step must return its loss, a scalar tensor, or a dict with it as 'loss'; it returned "
@@ -85,7 +88,9 @@ def weighed(step: "Step", unchecked: list["Step"] | None = None) -> "Step":
         if not isinstance(batch, CountedBatch) or not isinstance(named, Mapping) or "weight" in named:
             return output
         weight = batch.weight()
-        return output if weight is None else {**named, "weight": weight}
+        if weight is None:
+            return output
+        return {**named, "weight": weight}
 
     run.wrapped_step = step  # type: ignore[attr-defined]  # functions take any
     return run
@@ -437,4 +442,6 @@ def _refuse(optimizer: Optimizer, *_: object) -> None:
 
 def _state(gradient: Tensor | None) -> tuple[int, int] | None:
     # _version is private: torch has no public counter of a tensor's changes in place.
-    return None if gradient is None else (id(gradient), gradient._version)
+    if gradient is None:
+        return None
+    return (id(gradient), gradient._version)

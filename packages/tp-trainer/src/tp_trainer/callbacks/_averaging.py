@@ -57,7 +57,10 @@ class _AveragedWeights(Callback):
         averages: dict[str, Tensor] = {}
         for name, average in self._averages.items():
             weight = parameters.get(name)
-            moved = None if weight is None else _held_as(weight, average)
+            if weight is None:
+                moved = None
+            else:
+                moved = _held_as(weight, average)
             if moved is None:
                 msg = (
                     "the average is one of another model's weights, or of other shards of them; give the "
@@ -213,7 +216,9 @@ class StochasticWeightAveraging(_AveragedWeights):
 def _held_as(parameter: Tensor, average: Tensor) -> Tensor | None:
     """Return an average in the layout of its parameter, this rank's shard; ``None`` if it does not fit."""
     if not is_dtensor(parameter) or is_dtensor(average):
-        return average.to(parameter.device) if average.shape == parameter.shape else None
+        if average.shape == parameter.shape:
+            return average.to(parameter.device)
+        return None
     if average.shape == parameter.shape:
         place = SliceBuffer(lambda _, whole: whole, parameter, average.dtype)
         fill_from_whole(place.target, average)

@@ -63,7 +63,9 @@ class EarlyStopping(Callback):
     @property
     def best(self) -> float:
         """The best value so far; NaN before the first."""
-        return self._sign * self._best if self._best < math.inf else math.nan
+        if self._best < math.inf:
+            return self._sign * self._best
+        return math.nan
 
     def on_validation_end(self, run: RunView, metrics: Mapping[str, float]) -> None:
         """Check a metric of the validation.

@@ -32,7 +32,10 @@ class LearningRateMonitor(Callback):
             for i, group in enumerate(groups):
                 rate = group.get("lr")  # a tensor stays on its device
                 if rate is not None:
-                    metric = prefix if len(groups) == 1 else f"{prefix}/{group.get('name', i)}"
+                    if len(groups) == 1:
+                        metric = prefix
+                    else:
+                        metric = f"{prefix}/{group.get('name', i)}"
                     rates[metric] = rate
         run.log(**rates)
 
@@ -88,7 +91,10 @@ class Throughput(Callback):
             raise ConfigError(msg)
         self._every_steps = every_steps
         self._tokens = tokens_per_sample
-        self._utilization = None if peak_flops is None else (flops_per_sample or 0.0) / peak_flops
+        if peak_flops is None:
+            self._utilization = None
+        else:
+            self._utilization = (flops_per_sample or 0.0) / peak_flops
         self._began = self._paused = 0.0
         self._steps = self._samples = 0
         self._waited = 0.0

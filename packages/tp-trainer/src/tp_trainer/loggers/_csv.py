@@ -78,7 +78,10 @@ class CsvLogger(Logger):
         for step, epoch, numbers in waiting:
             row: list[Any] = [step, epoch]
             for name in names:
-                cell = repr(float(numbers[name])) if name in numbers else ""
+                if name in numbers:
+                    cell = repr(float(numbers[name]))
+                else:
+                    cell = ""
                 row.append(cell)
             rows.append(row)
         with showing_system_errors(self._place.path):

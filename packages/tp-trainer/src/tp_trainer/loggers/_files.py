@@ -45,7 +45,10 @@ class LogPlace:
         if folder is not None:
             check_folder(f"{kind}(folder)", folder)
         self._kind, self._name, self._files = kind, name, files
-        self._folder = None if folder is None else Path(folder).absolute()
+        if folder is None:
+            self._folder = None
+        else:
+            self._folder = Path(folder).absolute()
         self.path = Path(name)
         self._run = ""
         self._can_be_resumed = True
@@ -66,7 +69,10 @@ class LogPlace:
             msg = f"the run has no folder to log to; give {self._kind}(folder), or checkpoint=folder"
             raise ConfigError(msg)
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / self._name if self._files is None or self._folder is None else folder
+        if self._files is None or self._folder is None:
+            path = folder / self._name
+        else:
+            path = folder
         self._can_be_resumed = info.resumed or info.folder is not None
         if self._folder is None or (self._files is None and self._folder == info.folder):
             before = self._run_at(path)
@@ -82,7 +88,8 @@ class LogPlace:
         if place is not None:
             self._take(place)
             return True
-        self._run = self._run if info.resumed and self._run else secrets.token_hex(8)
+        if not (info.resumed and self._run):
+            self._run = secrets.token_hex(8)
         with suppress(ConfigError):  # another run writes there
             before = self._run_at(path)
             with self._owned(path, before or self._run, grace_s=0):
@@ -117,7 +124,9 @@ class LogPlace:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the identity of the run, as in the lock file."""
-        return {"run": self._run} if self._run else {}
+        if self._run:
+            return {"run": self._run}
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the identity of the run."""
@@ -150,7 +159,10 @@ def keep_aside(path: Path, files: str | None = None, *, run: str | None = None) 
 
     Of a folder, only the files of the pattern ``files``. ``run`` is the identity of the earlier run.
     """
-    exists = os.path.lexists(path) if files is None else any(path.glob(files))
+    if files is None:
+        exists = os.path.lexists(path)
+    else:
+        exists = any(path.glob(files))
     if not exists:
         return
     for aside in _next_names(path):
@@ -166,7 +178,9 @@ def keep_aside(path: Path, files: str | None = None, *, run: str | None = None) 
 
 
 def _numbered(path: Path, number: int) -> Path:
-    return path.with_name(f"{path.stem}-{number}{path.suffix}") if number else path
+    if number:
+        return path.with_name(f"{path.stem}-{number}{path.suffix}")
+    return path
 
 
 def _next_names(path: Path) -> Iterator[Path]:

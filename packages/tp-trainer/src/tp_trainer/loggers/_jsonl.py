@@ -66,13 +66,17 @@ class LoggedRun:
     def info(self) -> dict[str, Any]:
         """The facts of the newest start of the run; empty if the file has none."""
         starts = self.of_type("run")
-        return starts[-1] if starts else {}
+        if starts:
+            return starts[-1]
+        return {}
 
     @property
     def status(self) -> str:
         """How the run ended, "finished", "interrupted" or "failed", or "running or killed" without an end."""
         last = next((line for line in reversed(self.lines) if line["type"] in {"run", "end"}), None)
-        return str(last["status"]) if last is not None and last["type"] == "end" else "running or killed"
+        if last is not None and last["type"] == "end":
+            return str(last["status"])
+        return "running or killed"
 
 
 def read_run(path: str | os.PathLike[str]) -> LoggedRun:
@@ -258,7 +262,9 @@ def _plain(value: Any) -> Any:
             return value
         if math.isnan(value):
             return "NaN"
-        return "Infinity" if value > 0 else "-Infinity"
+        if value > 0:
+            return "Infinity"
+        return "-Infinity"
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

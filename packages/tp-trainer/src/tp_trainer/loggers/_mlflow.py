@@ -89,9 +89,10 @@ class MlflowLogger(Logger):
         from mlflow.entities import Param, RunTag
 
         existing = client.get_experiment_by_name(self._experiment)
-        experiment = (
-            client.create_experiment(self._experiment) if existing is None else existing.experiment_id
-        )
+        if existing is None:
+            experiment = client.create_experiment(self._experiment)
+        else:
+            experiment = existing.experiment_id
         tags = {
             **{f"environment.{name}": value for name, value in info.environment.items()},
             **{f"version.{name}": value for name, value in info.versions.items()},

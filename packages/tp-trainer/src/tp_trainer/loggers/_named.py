@@ -58,7 +58,10 @@ def _make(name: object, plugins: PluginRegistry) -> Logger:
         plugins.require(name)
         msg = f"there is no logger {name!r}; {_advice(name, list(factories.values()))}"
         raise ConfigError(msg)
-    example = f"{name.__name__}()" if isinstance(name, type) else "'csv' or CsvLogger('run')"
+    if isinstance(name, type):
+        example = f"{name.__name__}()"
+    else:
+        example = "'csv' or CsvLogger('run')"
     msg = f"log= takes names of loggers and loggers, as {example}; got {name!r:.100}"
     raise ConfigError(msg)
 
@@ -121,7 +124,9 @@ def _revision() -> str:
     if not commit or commit == "(initial)":
         return ""
     changed = any(not line.startswith("#") for line in lines)
-    return f"{commit}, with changes" if changed else commit
+    if changed:
+        return f"{commit}, with changes"
+    return commit
 
 
 @cache

@@ -116,7 +116,10 @@ class TensorBoardLogger(Logger):
 
         chosen: dict[str, bool | float | str] = {}
         for name, value in info.hyperparameters.items():
-            chosen[name] = value if isinstance(value, bool | int | float) else _as_text(value)
+            if isinstance(value, bool | int | float):
+                chosen[name] = value
+            else:
+                chosen[name] = _as_text(value)
         if chosen:
             for summary in hparams(chosen, {}):
                 writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]  # it is open

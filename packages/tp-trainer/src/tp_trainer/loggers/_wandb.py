@@ -44,7 +44,10 @@ class WandbLogger(Logger):
         **settings: Any,
     ) -> None:
         check_installed("wandb", by="WandbLogger", extra="tp-trainer[wandb]")
-        self._folder = None if folder is None else Path(folder).absolute()
+        if folder is None:
+            self._folder = None
+        else:
+            self._folder = Path(folder).absolute()
         self._settings = {"project": project, "mode": mode, **settings}
         self._id: str | None = None
         self._run: Any = None

@@ -34,7 +34,10 @@ def traceless(trainer: Trainer, model: nn.Module, optimizer: Optimizer) -> Itera
     gradients: list[Tensor | None] = []
     for parameter in model.parameters():
         gradient = parameter.grad
-        copied = None if gradient is None else gradient.detach().to("cpu", copy=True)
+        if gradient is None:
+            copied = None
+        else:
+            copied = gradient.detach().to("cpu", copy=True)
         gradients.append(copied)
     state = {parameter: _on_cpu(saved) for parameter, saved in optimizer.state.items()}
     groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
@@ -54,7 +57,10 @@ def traceless(trainer: Trainer, model: nn.Module, optimizer: Optimizer) -> Itera
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter.grad = None if gradient is None else gradient.to(parameter.device)
+                if gradient is None:
+                    parameter.grad = None
+                else:
+                    parameter.grad = gradient.to(parameter.device)
         if scaler is not None and scale is not None:
             scaler.load_state_dict(scale)
 

@@ -85,7 +85,10 @@ def dry_run(
     prepared, using = trainer.prepare(model, optimizer)
     session = trainer.session
     if validation is not None:
-        options = validation if isinstance(validation, Validation) else Validation(validation)
+        if isinstance(validation, Validation):
+            options = validation
+        else:
+            options = Validation(validation)
         source: Any = options.source
         if isinstance(source, Mapping):
             validation = replace(
@@ -204,5 +207,8 @@ class _First:
 
 
 def _nbytes(path: Path) -> int:
-    files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+    if path.is_file():
+        files = [path]
+    else:
+        files = [p for p in path.rglob("*") if p.is_file()]
     return sum(file.stat().st_size for file in files)

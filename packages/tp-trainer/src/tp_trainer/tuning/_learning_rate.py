@@ -47,7 +47,9 @@ class RangeTest:
         """
         least = min(range(len(self.smoothed)), key=self.smoothed.__getitem__, default=0)
         is_lower = least > 0 and not math.isclose(self.smoothed[least], self.smoothed[0], rel_tol=1e-6)
-        return self.rates[least] / 10 if is_lower else None
+        if is_lower:
+            return self.rates[least] / 10
+        return None
 
 
 def learning_rate_range_test(
@@ -170,7 +172,9 @@ def _mean_over_ranks(session: Session, output: StepOutput, share: Share | None) 
     sums = torch.tensor([counted, units], dtype=torch.float64)
     if session.data_size > 1:
         sums = session.reduce(sums, "sum")
-    return float(sums[0] / sums[1]) if sums[1] else math.nan
+    if sums[1]:
+        return float(sums[0] / sums[1])
+    return math.nan
 
 
 def _endless(batches: PreparedLoader) -> Iterator[Any]:

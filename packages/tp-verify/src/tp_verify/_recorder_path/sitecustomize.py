@@ -350,7 +350,10 @@ class _Recorder:
             return
         name = place[len(self.folder) + 1 :]
         is_half = not what
-        said = f"with half of {name}" if is_half else f"before {name} {what}"
+        if is_half:
+            said = f"with half of {name}"
+        else:
+            said = f"before {name} {what}"
         self.write("moment", number=self.moments, what=said, is_half=is_half)
         is_last = self.kill.get("step") == self.step and self.kill.get("moment") == self.moments
         self.moments += 1
@@ -437,7 +440,10 @@ def _saving(function: Callable[..., Any], recorder: _Recorder) -> Callable[..., 
     @functools.wraps(function)
     def save(*args: Any, **kwargs: Any) -> Any:
         done = function(*args, **kwargs)
-        target = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
+        if len(args) > 1:
+            target = args[1]
+        else:
+            target = kwargs.get("f", kwargs.get("filename"))
         if target is not None and hasattr(target, "write"):
             with suppress(Exception):  # not all have a buffer
                 target.flush()
