@@ -3,7 +3,6 @@
 import functools
 import gc
 import importlib.util
-import inspect
 import os
 import re
 import shutil
@@ -12,7 +11,7 @@ import sys
 import tempfile
 from multiprocessing import util
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import ModuleType
 
 import pytest
 
@@ -122,8 +121,6 @@ def pytest_collection_modifyitems(config, items):
     _deselect_missing(config, items)
     yield  # -m is looked at
     if hasattr(config, "workerinput"):
-        if "slow" in _left_out(config):  # most slow tests start ranks, and one worker would have them all
-            items.sort(key=lambda item: not _shares_a_start(item))
         items[:] = _longest_first(items, config.workerinput["workercount"])
 
 
@@ -142,53 +139,6 @@ def _longest_first(items, workers):
         ordered += others[:taken]
         del others[:taken]
     return ordered
-
-
-# Of files and of what all files share; those of one test are found by what it calls.
-_RANKS = {"four", "in_three", "on_ranks", "pair", "pool", "ranks", "two_ranks"}
-_STARTERS = {"RankPool", "rank_outcomes", "run_ranks"}
-
-
-def _shares_a_start(item):
-    """Return whether a test uses what one process starts once, and others could use too.
-
-    That is ranks and their server, simulated devices, or all trainings of a kit: 3 to 5 s of CPU each. These
-    tests come first, and so one worker has them, until others have nothing else to do.
-    """
-    if not _RANKS.isdisjoint(item.fixturenames) or "simulated" in item.keywords:
-        return True
-    kit = item.cls
-    if kit is not None and (getattr(kit, "processes", 1) > 1 or hasattr(kit, "outcomes")):
-        return True
-    return _calls_a_starter(item.function)
-
-
-@functools.cache
-def _calls_a_starter(function):
-    """Return whether a function, or one of its file that it calls, names what starts ranks."""
-    waiting = [inspect.unwrap(function)]
-    seen = set(waiting)
-    while waiting:
-        current = waiting.pop()
-        names = _names_in(current.__code__)
-        if not _STARTERS.isdisjoint(names):
-            return True
-        for name in names:
-            called = current.__globals__.get(name)
-            is_function = type(called) is FunctionType  # isinstance() asks objects, and some raise
-            if is_function and called.__module__ == current.__module__ and called not in seen:
-                seen.add(called)
-                waiting.append(called)
-    return False
-
-
-def _names_in(code):
-    """Return the names that code uses, and those of the functions within it."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names |= _names_in(constant)
-    return names
 
 
 def _deselect_missing(config, items):

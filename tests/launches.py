@@ -23,6 +23,24 @@ from tp_launch._supervisor import stop_job
 
 from tests.run_tp import run
 
+
+@contextlib.contextmanager
+def process_group(store: Path) -> Iterator[None]:
+    """Have a process group of torch's own on ranks of a pool; ``store`` is a file that is not there yet.
+
+    Trainers before it in these ranks keep the store of the pool's port open, where the addresses of an
+    earlier group would be found.
+    """
+    import torch.distributed as dist
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 _IN_TERMINAL = """
 import fcntl, os, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)

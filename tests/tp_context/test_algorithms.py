@@ -14,6 +14,7 @@ from tp_context._patches import patched
 from tp_core.errors import StepError
 from tp_testing import RankPool
 
+from tests.launches import process_group
 from tests.tp_context.cuts import activate, cuts_of
 
 TOKENS = 13
@@ -146,16 +147,11 @@ def compared(tensors, call, algorithm, mask=None):
     return worst
 
 
-def table(algorithms, names):
+def table(algorithms, names, store):
     """Return what is seen of each case, as far as there are heads for all ranks."""
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    try:
+    with process_group(store):
         return {(algorithm, name): outcome(algorithm, name) for algorithm in algorithms for name in names}
-    finally:
-        dist.destroy_process_group()
 
 
 def outcome(algorithm, name):
@@ -196,12 +192,12 @@ def check(results):
 
 
 @pytest.mark.parametrize("names", [["causal", "documents"], pytest.param([*CASES], marks=pytest.mark.slow)])
-def test_each_algorithm_equals_attention_on_one_device(two_ranks, names):
-    check(two_ranks.run(table, ALGORITHMS, names))
+def test_each_algorithm_equals_attention_on_one_device(two_ranks, names, tmp_path):
+    check(two_ranks.run(table, ALGORITHMS, names, tmp_path / "store"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.nightly)])
-def test_each_algorithm_on_more_ranks_equals_attention_on_one_device(size):
+def test_each_algorithm_on_more_ranks_equals_attention_on_one_device(size, tmp_path):
     with RankPool(size) as ranks:
-        check(ranks.run(table, ALGORITHMS, [*CASES]))
+        check(ranks.run(table, ALGORITHMS, [*CASES], tmp_path / "store"))

@@ -22,6 +22,7 @@ from tp_context._attention_inputs import Inputs, Rules
 from tp_context._fused_kernels import Wanted, kernel_for, refusals
 from tp_core.errors import StepError
 
+from tests.launches import process_group
 from tests.tp_context.cuts import activate, cuts_of
 from tests.tp_context.test_algorithms import ALGORITHMS, check, outcome
 
@@ -178,14 +179,13 @@ class Largest(TorchDispatchMode):
         return found
 
 
-def largest_tensors(tokens):
+def largest_tensors(tokens, store):
     """Return the most numbers of a tensor, by algorithm, whether causal, and what sdpa_kernel allows."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from tp_context import attention
 
-    dist.init_process_group("gloo")
     found = {}
-    try:
+    with process_group(store):
         for algorithm in ALGORITHMS:
             cuts = cuts_of(tokens, rank=dist.get_rank(), size=2, algorithm=algorithm)
             for is_causal in (True, False):
@@ -195,14 +195,12 @@ def largest_tensors(tokens):
                     with activate(cuts), sdpa_kernel(backend), Largest() as largest:
                         attention(*parts, is_causal=is_causal).sum().backward()
                     found[algorithm, is_causal, backend.name] = largest.numel
-    finally:
-        dist.destroy_process_group()
     return found
 
 
-def test_the_scores_are_never_whole(two_ranks):
+def test_the_scores_are_never_whole(two_ranks, tmp_path):
     tokens = 2048
-    for found in two_ranks.run(largest_tensors, tokens):
+    for found in two_ranks.run(largest_tensors, tokens, tmp_path / "store"):
         assert len(found) == 12
         for case, numel in found.items():
             # Both heads of 256 rows and all keys; a kernel has queries, keys and values.
@@ -345,12 +343,11 @@ CALLED = {
 }
 
 
-def by_stand_ins():
+def by_stand_ins(store):
     """Return what each kernel comes to, by algorithm and case."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     found = {}
-    try:
+    with process_group(store):
         for kernel, names in CALLED.items():
             with only(kernel):
                 for name in names:
@@ -359,12 +356,10 @@ def by_stand_ins():
                         found[algorithm, name, kernel] = outcome(algorithm, name)
                         is_refused = isinstance(found[algorithm, name, kernel], str)
                         assert is_refused or set(CALLS) == {"forward", "backward"}
-    finally:
-        dist.destroy_process_group()
     return found
 
 
-def test_the_kernels_of_cuda_are_called_as_they_can_be_called(two_ranks):
-    for found in two_ranks.run(by_stand_ins):
+def test_the_kernels_of_cuda_are_called_as_they_can_be_called(two_ranks, tmp_path):
+    for found in two_ranks.run(by_stand_ins, tmp_path / "store"):
         for kernel in CALLED:
             check([{case[:2]: worst for case, worst in found.items() if case[2] == kernel}])
