@@ -465,16 +465,3 @@ def test_a_loop_over_numbers_trains_on_loaders_of_its_own_on_every_backend():
 
     name, found = trained(["cpu", "cpu"])
     assert (name, found) == ("tuple", pytest.approx(trained("cpu")[1], rel=1e-5))
-
-
-@pytest.mark.parametrize("steps", [False, True])
-def test_a_loop_in_which_no_optimizer_steps_is_warned_of(caplog, steps):
-    with Trainer(devices="cpu", progress=False) as trainer:
-        model = nn.Linear(2, 2)
-        model, optimizer = trainer.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        with trainer.loop(loader(), epochs=2) as loop:
-            for batch in loop:
-                trainer.backward(trainer.run(squared_error, model, batch))
-                if steps:
-                    trainer.update(model, optimizer)
-    assert caplog.text.count("no parameter of a prepared model has changed in this epoch") == (not steps)

@@ -810,6 +810,8 @@ class Trainer:
             try:
                 loss.backward()
             except (RuntimeError, MemoryError) as error:
+                if not loss.requires_grad:
+                    raise StepError(NO_GRADIENTS) from None
                 self._preparation.explain(error)
                 raise
             return

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from tp_core.errors import ConfigError
-from tp_core.output import get_logger
 from tp_core.plugins import RunView
 
 from tp_trainer._metrics import numbers_in
@@ -15,7 +14,6 @@ from tp_trainer._preparation import Preparation
 from tp_trainer._running._build import build_loop
 from tp_trainer._running._callbacks import Events
 from tp_trainer._running._context import RunContexts
-from tp_trainer._running._drift import Version, version_of
 from tp_trainer._running._log import plan_log
 from tp_trainer._running._loop import Loop, LoopHooks
 from tp_trainer._running._settings import LoopSettings
@@ -24,8 +22,6 @@ from tp_trainer._running._watchdog import watchdog_of
 
 if TYPE_CHECKING:
     from tp_trainer._running._watchdog import Watchdog
-
-log = get_logger("tp_trainer")
 
 
 def custom_loop(
@@ -86,22 +82,6 @@ class CustomLoopHooks(LoopHooks):
         self._contexts = contexts
         self._watchdog = watchdog
         self._unused = UnusedGradients() if saves else None
-        self._versions: list[
-            Version | None
-        ] = []  # of the parameters as they were, until the first epoch ends
-
-    def check_parameters(self) -> None:
-        """Warn, at the end of the first epoch, if no optimizer has stepped in it."""
-        before, self._versions = self._versions, []
-        if before and before == self._parameter_versions():
-            log.warning(
-                "no parameter of a prepared model has changed in this epoch: in the loop write "
-                "trainer.backward(loss), and then optimizer.step() or trainer.update(model, optimizer)"
-            )
-
-    def _parameter_versions(self) -> list[Version | None]:
-        models = self._preparation.models()
-        return [version_of(p) for model in models for p in model.parameters() if p.requires_grad]
 
     def note_save(self, step: int) -> None:
         if self._unused is not None:
@@ -120,7 +100,6 @@ class CustomLoopHooks(LoopHooks):
     def while_open(self, loop: RunView) -> Iterator[None]:
         """Send the events of the steps made within the context, if a callback has them."""
         optimizers = loop.optimizers.values()
-        self._versions = self._parameter_versions()
         with ExitStack() as stack:
             stack.enter_context(self._preparation.noting_draws())
             if self._unused is not None:

@@ -71,9 +71,9 @@ class DriftWatch:
             plain = session.unwrap(model)
             for name, parameter in plain.named_parameters():
                 if not parameter.requires_grad:
-                    self._versions[f"{model_name}.{name}"] = version_of(parameter)
+                    self._versions[f"{model_name}.{name}"] = _version_of(parameter)
             for name, buffer in _named_buffers(plain):
-                self._versions[f"{model_name}.{name}"] = version_of(buffer)
+                self._versions[f"{model_name}.{name}"] = _version_of(buffer)
 
     @torch.no_grad()
     def sums(self) -> dict[Place, TensorSum]:
@@ -136,7 +136,7 @@ class DriftWatch:
 
     def _is_written(self, name: str, tensor: Tensor) -> bool:
         """Return whether a tensor has been written since the beginning, or was not there then."""
-        now = version_of(tensor)
+        now = _version_of(tensor)
         return now is not None and self._versions.get(name) != now
 
     def _full_name(self, model: str, name: str) -> str:
@@ -199,7 +199,7 @@ def _has_sum(buffer: Tensor) -> bool:
     return type(buffer) is Tensor and buffer.is_floating_point() and buffer.dtype.itemsize > 1
 
 
-def version_of(tensor: Tensor) -> Version | None:
+def _version_of(tensor: Tensor) -> Version | None:
     """Return what shows that a tensor was written in place, or its data replaced.
 
     ``None`` for those that have no such thing: sparse and nested ones have no storage, and those that were
