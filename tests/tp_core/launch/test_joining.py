@@ -71,7 +71,7 @@ def test_nccl_is_told_its_device_unless_that_is_declined(monkeypatch, binds):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(KIND == "cuda", reason="is of the other types")
+@pytest.mark.skipif(KIND == "cuda", reason="it is of accelerators of other types")
 def test_a_group_of_another_type_is_not_bound_as_torch_makes_none_of_gloo_beside_it():
     alone = {"rank": 0, "world_size": 1}
     dist.init_process_group(COLLECTIVES, store=dist.HashStore(), device_id=torch.device(GPU), **alone)
