@@ -104,6 +104,10 @@ def check_mode(call: str, metric: str | None, mode: str | None) -> None:
         raise ConfigError(msg)
 
 
+# A field of a format, such as "{epoch}" or "{loss:.2f}".
+_FIELD = re.compile(r"\{[A-Za-z_]\w*(?::[^{}/]*)?\}[^/]*/?$")
+
+
 def check_folder(call: str, folder: object) -> None:
     """Check the name of a folder that will be made: a slip in it would leave one that nobody finds.
 
@@ -120,7 +124,7 @@ def check_folder(call: str, folder: object) -> None:
         hint = "it is empty; for the working folder write '.'"
     elif name.startswith("~"):
         hint = "Python leaves ~ as it is; write os.path.expanduser(...)"
-    elif "{" in name:
+    elif _FIELD.search(name):
         hint = "nothing fills in the braces, and each checkpoint has its step in its own name; write the name"
     if hint is not None:
         msg = f"{call} is {name!r}: {hint}"
