@@ -13,7 +13,16 @@ from tp_context._slices import Cut, Cuts, _GatherSlices, _SumAndTake
 from tp_context._ulysses import _to_heads, _to_tokens, _ToHeads, _ToTokens
 from tp_testing import RankPool
 
-from tests.held import KINDS, PRIMITIVES, Declaration, Trial, check, collectives, made, tried
+from tests.declared_kinds import (
+    Declaration,
+    Trial,
+    check,
+    check_declared,
+    check_primitives,
+    collectives,
+    made,
+    tried,
+)
 from tests.tp_context.cuts import activate
 
 RANKS, LENGTH, HEADS = 3, 7, 6
@@ -76,21 +85,11 @@ TRIALS = {
 
 
 def test_every_collective_declares_what_ranks_hold():
-    assert {name for name, one in FOUND.items() if not one.declared} == SILENT
-    for name, one in FOUND.items():
-        for declared in one.declared:
-            assert {*declared.takes, declared.gives, *declared.gradient_gives} <= KINDS, name
-        if one.is_function:
-            assert all(declared.gradient_takes for declared in one.declared), name
+    check_declared(FOUND, silent=SILENT)
 
 
 def test_a_declaration_is_what_torchs_collective_does():
-    for name, one in FOUND.items():
-        for call in one.calls:
-            takes, gives = PRIMITIVES[call]
-            (declared,) = one.declared
-            assert takes >= {*declared.takes}, (name, call)
-            assert declared.gives in gives, (name, call)
+    check_primitives(FOUND)
 
 
 def test_every_declaration_of_a_gradient_is_tried():

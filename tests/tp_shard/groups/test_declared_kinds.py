@@ -12,7 +12,16 @@ from tp_shard._verify._simulate import simulate
 from tp_shard.nn import _cross_entropy, _sequence, _split_products
 from tp_shard.nn._heads import sum_shared
 
-from tests.held import KINDS, PRIMITIVES, Declaration, Trial, check, collectives, made, tried
+from tests.declared_kinds import (
+    Declaration,
+    Trial,
+    check,
+    check_declared,
+    check_primitives,
+    collectives,
+    made,
+    tried,
+)
 
 RANKS = 3
 SILENT = {"_trace._Mark"}  # it marks tensors, and exchanges nothing
@@ -154,23 +163,11 @@ FOUND = collectives("tp-shard")
 
 
 def test_every_collective_declares_what_ranks_hold():
-    undeclared = [name for name, one in FOUND.items() if not one.declared]
-    assert set(undeclared) == SILENT
-    for name, one in FOUND.items():
-        for declared in one.declared:
-            kinds = {*declared.takes, declared.gives, *declared.gradient_gives}
-            assert kinds <= KINDS, name
-        if one.is_function:
-            assert all(declared.gradient_takes for declared in one.declared), name
+    check_declared(FOUND, silent=SILENT)
 
 
 def test_a_declaration_is_what_torchs_collective_does():
-    for name, one in FOUND.items():
-        for call in one.calls:
-            takes, gives = PRIMITIVES[call]
-            (declared,) = one.declared
-            assert takes >= {*declared.takes}, (name, call)
-            assert declared.gives in gives, (name, call)
+    check_primitives(FOUND)
 
 
 def test_every_declaration_of_a_gradient_is_tried():

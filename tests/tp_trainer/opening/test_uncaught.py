@@ -102,6 +102,21 @@ def test_a_call_that_does_not_fit_shows_what_to_write(monkeypatch, capsys):
         assert answer in capsys.readouterr().err
 
 
+def test_a_trainer_of_somebody_else_gets_no_answer(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    Trainer(progress=False).device  # noqa: B018 - the hook is there from now on
+    space = {}
+    exec("class Trainer:\n    def run(self): pass\ndef call(): Trainer().run(1)", space)  # as minGPT's
+    try:
+        space["call"]()
+    except TypeError as error:
+        trace = error.__traceback__.tb_next
+        sys.excepthook(TypeError, error, trace)
+    text = capsys.readouterr().err
+    assert "Trainer.run() takes 1 positional argument" in text
+    assert "write trainer.run" not in text
+
+
 @pytest.mark.slow
 def test_an_error_of_torch_shows_the_last_of_its_frames(tmp_path):
     done = run(tmp_path, WIDTH="3")

@@ -28,9 +28,10 @@ _log = get_logger("tp_context")
 
 
 class AttentionBlock(NamedTuple):
-    """The arguments of a kernel: (batch, heads, queries or keys, features), and an additive mask alike.
+    """The arguments of a kernel: tensors of shape (batch, heads, queries or keys, features).
 
-    If ``is_causal``, there are as many queries as keys.
+    ``added`` is an additive mask of shape (batch, heads, queries, keys). If ``is_causal``, there are as
+    many queries as keys.
     """
 
     query: Tensor
@@ -358,7 +359,7 @@ def _say_why(device_type: str, why: str) -> None:
 
 def _refusal_here(kernel: Kernel, wanted: Wanted, device: torch.device, *, needs_grad: bool) -> str:
     """Return why a kernel does not run on a device; nothing if it does."""
-    if kernel.allows is not None and not _is_allowed(kernel, wanted, device, needs_grad=needs_grad):
+    if not _is_allowed(kernel, wanted, device, needs_grad=needs_grad):
         return "this device and this torch do not have it"
     if kernel.backend is SDPBackend.OVERRIDEABLE and not _returns_sums(kernel, wanted.dtype, device):
         return "what it returns beside the output are no log-sum-exps"
@@ -368,7 +369,8 @@ def _refusal_here(kernel: Kernel, wanted: Wanted, device: torch.device, *, needs
 @lru_cache(maxsize=256)
 def _is_allowed(kernel: Kernel, wanted: Wanted, device: torch.device, *, needs_grad: bool) -> bool:
     """Return whether torch allows a kernel, for queries and values of these types and features."""
-    assert kernel.allows is not None  # noqa: S101 - as the caller asked
+    if kernel.allows is None:
+        return True
     key, value = (
         _with_features(torch.zeros(1, 1, 64, n, dtype=wanted.dtype, device=device), kernel.multiple)
         for n in (wanted.features, wanted.of_values)

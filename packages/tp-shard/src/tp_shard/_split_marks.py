@@ -375,7 +375,7 @@ class OwnNumbers(TorchFunctionMode):
 
 
 def _sizes(result: Any, tensor: Tensor, mark: SplitMark, dim: int | None = None) -> Any:
-    """Return the size of one dimension, or of all; that of the split one knows where it comes from."""
+    """Return the size of one dimension, or of all, and mark the size of the split one with its source."""
     if mark.part is None:
         return result
     source = mark.part.source

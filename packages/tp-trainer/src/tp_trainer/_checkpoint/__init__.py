@@ -30,7 +30,7 @@ class Checkpoints:
         best: A metric of validation or training, such as "val_loss" or "accuracy". The checkpoint with its
             best value is kept beside the newest.
         mode: Whether "min" or "max" of that metric is the best. ``None`` is "min", and an error where
-            the name says that more is better, as that of an accuracy.
+            the name says that more is better, as for an accuracy.
         background: Write in a thread; if the state is sharded, in a thread of each rank. Training waits
             only until the state is copied.
         replay: Let a loader without positions read the batches before the checkpoint's position again.

@@ -1,6 +1,7 @@
 """Fake tensors in place of a job's own, and the bytes that live on them in a computation."""
 
 import copy
+import math
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -155,18 +156,18 @@ class LiveBytes(TorchDispatchMode):
         named = dict(zip(names, args, strict=False)) | kwargs
         query, key, value = args[:3]
         mask = named.get("attn_mask", named.get("attn_bias"))
-        found: dict[str, int | str] = {
+        call: dict[str, int | str] = {
             "dtype": str(query.dtype).removeprefix("torch."),
             "features": query.size(-1),
             "value_features": value.size(-1),
             "mask": "" if mask is None else str(mask.dtype).removeprefix("torch."),
             "dropout": int(named.get("dropout_p", 0) > 0),
             "queries": query.size(-2),
-            "row": query[..., 0, 0].numel() * key.size(-2) * 4,
+            "row": math.prod(query.shape[:-2]) * key.size(-2) * 4,
         }
-        now = self.attention
-        if not now or (found["mask"] != "", found["row"]) > (now["mask"] != "", now["row"]):
-            self.attention = found
+        largest = self.attention
+        if not largest or (call["mask"] != "", call["row"]) > (largest["mask"] != "", largest["row"]):
+            self.attention = call
 
     def note_gradient(self, gradient: Tensor | None, name: str) -> None:
         """Count the storage of a parameter's gradient as one from now on."""

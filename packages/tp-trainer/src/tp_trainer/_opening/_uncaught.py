@@ -37,6 +37,8 @@ _CALLS = {
     "'Loop' object is not subscriptable": "write for batch in loop: ...",
 }
 
+_THEIR_MODULES = ("tp_trainer._trainer", "tp_trainer._running._loop")
+
 _GRACE_S = 15.0  # for a failed process to end by itself
 _STDERR = 2
 
@@ -96,10 +98,9 @@ class UncaughtHook:
         if self.ends_process and _is_consequence(error):
             print_to_stderr(_in_one_line(error, trace))
             return
-        if isinstance(error, TypeError):
-            for words, answer in _CALLS.items():
-                if words in str(error) and answer not in getattr(error, "__notes__", ()):
-                    error.add_note(answer)
+        answer = _answer(error, trace)
+        if answer and answer not in getattr(error, "__notes__", ()):
+            error.add_note(answer)
         if not isinstance(error, TpError) and _HINT not in getattr(error, "__notes__", ()):
             error.add_note(_HINT)
         whole = [(each, each.__traceback__) for each in _chain(error)]
@@ -118,6 +119,19 @@ class UncaughtHook:
         finally:
             for each, its_trace in whole:  # a debugger may come later
                 each.__traceback__ = its_trace
+
+
+def _answer(error: BaseException, trace: TracebackType | None) -> str:
+    """Return what to write for a call that does not fit a method of tp's; nothing for other errors."""
+    answers = [answer for words, answer in _CALLS.items() if words in str(error)]
+    if not answers or not isinstance(error, TypeError):
+        return ""
+    # Others have a class Trainer with such methods, too.
+    for step in _frames(trace):
+        for value in (*step.tb_frame.f_locals.values(), *step.tb_frame.f_globals.values()):
+            if type(value).__module__ in _THEIR_MODULES:
+                return answers[0]
+    return ""
 
 
 def trimmed(trace: TracebackType | None, *, error: BaseException) -> TracebackType | None:

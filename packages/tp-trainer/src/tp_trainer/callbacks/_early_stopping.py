@@ -23,7 +23,7 @@ class EarlyStopping(Callback):
         metric: Its name in the history: "val_loss", "val_f1", "val_clean/loss", or "loss" of the training.
         patience: The number of checks in a row without an improvement that ends the run.
         mode: Whether "min" or "max" of the metric is the best. ``None`` is "min", and an error where the
-            name says that more is better, as that of an accuracy.
+            name says that more is better, as for an accuracy.
         min_delta: The least improvement on the best value.
         check_finite: End the run at once where the metric is NaN or infinite.
 

@@ -6,7 +6,7 @@ of what a function takes and gives, then of the gradient that it takes and gives
 
 import ast
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,6 +94,26 @@ def _parsed(match: re.Match[str]) -> Declaration:
     if of_inputs:
         inputs = tuple(of_inputs.split(", "))
     return Declaration(tuple(takes.split(", ")), gives, gradient or "", inputs)
+
+
+def check_declared(found: Mapping[str, Collective], *, silent: set[str]) -> None:
+    """Check that all but some declare what ranks hold, in words that are there, and each its gradient."""
+    assert {name for name, one in found.items() if not one.declared} == silent
+    for name, one in found.items():
+        for declared in one.declared:
+            assert {*declared.takes, declared.gives, *declared.gradient_gives} <= KINDS, name
+        if one.is_function:
+            assert all(declared.gradient_takes for declared in one.declared), name
+
+
+def check_primitives(found: Mapping[str, Collective]) -> None:
+    """Check that each declares what the collective of torch within it does."""
+    for name, one in found.items():
+        for call in one.calls:
+            takes, gives = PRIMITIVES[call]
+            (declared,) = one.declared
+            assert takes >= {*declared.takes}, (name, call)
+            assert declared.gives in gives, (name, call)
 
 
 # -- Trials ---------------------------------------------------------------------------------------
