@@ -27,6 +27,8 @@ _plain_multi_head = F.multi_head_attention_forward
 _MULTI_HEAD = inspect.signature(_plain_multi_head)
 
 _FLEX = "torch.nn.attention.flex_attention"
+_MASKS = "transformers.masking_utils"
+_FIND_DOCUMENTS = "find_packed_sequence_indices"
 
 
 @contextmanager
@@ -45,6 +47,10 @@ def patched(*, drops: bool = True) -> Iterator[None]:
     if flex is not None and not hasattr(flex.flex_attention, "__wrapped__"):
         plain = flex.flex_attention
         patches.append((flex, "flex_attention", wraps(plain)(partial(_flex_attention, plain))))
+    masks = sys.modules.get(_MASKS)
+    find_documents = getattr(masks, _FIND_DOCUMENTS, None)
+    if find_documents is not None:
+        patches.append((masks, _FIND_DOCUMENTS, partial(_documents_of_transformers, find_documents)))
     before = [(module, name, getattr(module, name)) for module, name, _ in patches]
     # The fused kernel of nn.MultiheadAttention and nn.TransformerEncoderLayer calls no function of torch.
     is_fast = torch.backends.mha.get_fastpath_enabled()
@@ -59,6 +65,21 @@ def patched(*, drops: bool = True) -> Iterator[None]:
         for patch in before:
             setattr(*patch)
         torch.backends.mha.set_fastpath_enabled(is_fast)
+
+
+# -- masks of transformers ---------------------------------------------------------------------------
+
+
+def _documents_of_transformers(
+    plain: Callable[[Tensor], Tensor | None], position_ids: Tensor
+) -> Tensor | None:
+    """Find packed documents by position numbers, but none in a slice: `Cuts.packed` has those of all tokens.
+
+    In a slice it would also be a cumulative sum over its tokens, which the check refuses.
+    """
+    if split_states.slice_of(position_ids.size(-1)) is not None:
+        return None
+    return plain(position_ids)
 
 
 # -- scaled_dot_product_attention -------------------------------------------------------------------
