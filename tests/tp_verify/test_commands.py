@@ -29,6 +29,7 @@ def step(model, batch):
 
 
 def unchanged(model):
+    print("what libraries log")
     return model
 
 
@@ -73,6 +74,7 @@ def test_the_command_proves_and_names(tmp_path):
     first, second = json.loads(done.stdout)["reports"]
     assert (first["ok"], second["ok"]) == (True, False)
     assert second["finding"]["what"] == "the gradient"
+    assert done.stderr.count("what libraries log") == 2  # a rank each
     assert "parts from one device" in (tmp_path / "page.html").read_text()
     for name, said in (
         ("half", "verify(): missing a required argument: 'batches'; write verify(build, batches, parallel="),

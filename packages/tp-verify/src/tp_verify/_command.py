@@ -4,11 +4,12 @@ What needs torch is imported once the words of the command are right.
 """
 
 import json
+import os
 import re
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -141,7 +142,7 @@ def verify_command(
         msg = f"{arguments[0]!r} follows a function, which takes no arguments"
         raise ConfigError(msg)
     text = ""
-    with redirect_stdout(sys.stderr):  # what the user's code prints is not part of the report
+    with _output_to_standard_error():
         if program is None:
             from tp_verify._installed_backends import as_table, verify_backends
 
@@ -164,6 +165,19 @@ def verify_command(
     if page is not None:
         page.write_text(as_page(reports))
     _print_and_exit(reports, text, ok, as_json=as_json)
+
+
+@contextmanager
+def _output_to_standard_error() -> Iterator[None]:
+    """Keep what the user's code prints out of the report: here, and in the ranks that start meanwhile."""
+    with redirect_stdout(sys.stderr):
+        kept = os.dup(1)
+        os.dup2(2, 1)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
 
 
 def _print_and_exit(
