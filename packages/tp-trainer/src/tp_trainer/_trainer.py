@@ -951,12 +951,12 @@ class Trainer:
         Collectives: as in `Session.clip_grad_norm`, if gradients are clipped or checked.
         """
         check_optimizer("update()", optimizer)
+        preparation = self._preparation
+        prepared = preparation.prepare_model(model)
         if not self._has_run_backward:
             check_gradients("update()", parameters_of(optimizer))
         from tp_trainer._steps._optimizer_step import GradientRules, OptimizerStep
 
-        preparation = self._preparation
-        prepared = preparation.prepare_model(model)
         rules = GradientRules(clip_norm=clip_norm, clip_value=clip_value)
         update = OptimizerStep(self.session, prepared, optimizer, rules, scaler=preparation.scaler)
         events = self._contexts.current.step_events
