@@ -15,6 +15,8 @@ import torch
 ROOT = Path(__file__).parents[1]
 KINDS = {"replicated", "varying", "partial", "sharded"}
 LINE = re.compile(r"Ranks hold: ([\w, ]+) -> (\w+)(?:; gradient: (\w+) -> ([\w, ]+))?")
+GATHERS = ("all_gather_single", "reduce_scatter_single", "all_gather_flat")  # imported by name
+COMMUNICATES = re.compile("|".join(["Ranks hold", r"autograd\.Function", r"dist\.", *GATHERS]))
 # What torch's collectives make of which kinds. Exchanges of objects carry no tensors.
 PRIMITIVES = {
     "all_reduce": ({"partial", "varying"}, {"replicated"}),  # of varying ones a maximum
@@ -61,15 +63,20 @@ def collectives(package: str) -> dict[str, Collective]:
     found: dict[str, Collective] = {}
     for file in sorted((ROOT / "packages" / package / "src").rglob("*.py")):
         source = file.read_text(encoding="utf-8")
+        if not COMMUNICATES.search(source):
+            continue
+        lines = source.splitlines()
         for node in ast.walk(ast.parse(source)):
             is_function = isinstance(node, ast.ClassDef) and any(
                 ast.unparse(base).endswith("autograd.Function") for base in node.bases
             )
             if not is_function and not isinstance(node, ast.FunctionDef):
                 continue
+            if not COMMUNICATES.search("\n".join(lines[node.lineno - 1 : node.end_lineno])):
+                continue
             # The docstring and the comments before the first statement.
             begin = next((n.lineno for n in node.body if not _is_text(n)), node.end_lineno)
-            text = "\n".join(source.splitlines()[node.lineno : begin])
+            text = "\n".join(lines[node.lineno : begin])
             calls = frozenset() if is_function else frozenset(_primitives(node))
             declared = tuple(_parsed(match) for match in LINE.finditer(text))
             if declared or calls or is_function:
@@ -83,8 +90,7 @@ def _is_text(node: ast.stmt) -> bool:
 
 def _primitives(function: ast.FunctionDef) -> list[str]:
     called = [ast.unparse(n.func) for n in ast.walk(function) if isinstance(n, ast.Call)]
-    imported = ("all_gather_single", "reduce_scatter_single", "all_gather_flat")
-    names = [name.removeprefix("dist.") for name in called if name.startswith("dist.") or name in imported]
+    names = [name.removeprefix("dist.") for name in called if name.startswith("dist.") or name in GATHERS]
     return [name for name in names if name in PRIMITIVES]
 
 
