@@ -1,10 +1,11 @@
 import builtins
+import inspect
 import subprocess
 import sys
 
 import tp_runner
 from tp_core.errors import TpError
-from tp_runner import errors
+from tp_runner import _options, errors
 
 
 def test_the_public_names_are_sorted_and_these():
@@ -67,3 +68,24 @@ assert not {"torch", "pathlib"} & set(sys.modules) - before
 assert list(tp_runner.map(eval, ["'cloudpickle' in __import__('sys').modules"], devices=1)) == [True]
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=800)
+
+
+def test_a_first_start_imports_little_until_the_first_result():
+    code = """
+import sys
+import tp_runner
+before = set(sys.modules)
+def loaded(_):
+    return set(__import__("sys").modules)
+with tp_runner.map(loaded, [0], n_workers=2, start_method="fork") as results:
+    new = next(results) - before
+slow = {"ctypes", "dataclasses", "dis", "importlib.util", "inspect", "random", "socket"}
+assert not slow & new, slow & new
+"""
+    # Without the site, whose editable installs import some of them.
+    found = f"import sys; sys.path[:] = {sys.path!r}\n{code}"
+    subprocess.run([sys.executable, "-S", "-c", found], check=True, timeout=800)
+
+
+def test_async_work_is_known_by_the_flags_of_inspect():
+    assert _options.ASYNC_FLAGS == inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR

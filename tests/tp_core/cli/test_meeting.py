@@ -43,7 +43,7 @@ def test_the_page_says_that_they_met(capsys):
 def test_without_cloudpickle_and_without_a_fork_server_they_meet_too(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(
-        "tp_core.ranks.find_spec", lambda name: None if name == "cloudpickle" else found(name)
+        "tp_core._launch._rank_pool.find_spec", lambda name: None if name == "cloudpickle" else found(name)
     )
     monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["spawn"])
     assert doctor("--timeout-s", DEADLINE_S)[1]["meeting"]["ranks"] == 2

@@ -5,7 +5,7 @@ import socket
 import pytest
 from tp_testing import free_port
 
-RANKS = "tp_core.ranks"  # what the system gives out is the machine's
+RANKS = "tp_core._launch._rank_pool"  # what the system gives out is the machine's
 
 
 def test_ports_are_out_of_reach_of_what_the_system_gives_out_by_itself(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ from tp_runner import (
 )
 from tp_runner._scheduling import _source  # private: a run ends in the midst of submit() by luck alone
 from tp_runner._scheduling._run import Assignments, PassState  # private: the moments of one line, below
-from tp_runner._workers import _start  # private: a server's limit for an answer is five minutes
+from tp_runner._workers import _fork_server  # private: a server's limit for an answer is five minutes
 from tp_runner._workers._processes import WorkerHandle  # private: the moment after a send cannot be had
 
 DEADLINE_S = 100.0
@@ -610,7 +610,7 @@ def garbage(data, max_restarts, options):
 
 
 def _kill_servers():
-    for server in list(_start._servers.values()):
+    for server in list(_fork_server._servers.values()):
         with contextlib.suppress(ProcessLookupError):
             os.kill(server.pid, signal.SIGKILL)
 
@@ -747,7 +747,7 @@ def a_fork_server_that_does_not_answer(stops, error=None):
         options = {"env": {"SILENT": str(tmp_path)}}
         with OfServer(1, **options) as runner:
             ((server, _),) = runner.stream([1])
-            (ours,) = [each for each in _start._servers.values() if each.pid == server]
+            (ours,) = [each for each in _fork_server._servers.values() if each.pid == server]
             os.kill(server, signal.SIGSTOP)
             try:
                 if error is None:

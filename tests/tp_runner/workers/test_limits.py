@@ -1,6 +1,5 @@
 """Starts that hang, work that leaks, programs that start themselves: nothing goes on without an end."""
 
-import dataclasses
 import os
 import signal
 import threading
@@ -76,7 +75,7 @@ def test_a_start_that_hangs_the_second_time_is_an_error(tmp_path):
     with Mortal(1, start_method="fork", max_restarts=1) as runner:
         # The first start may take its time, and the second one never ends: no machine is too slow for this.
         fleet = runner._pool.fleet
-        fleet._settings = dataclasses.replace(fleet._settings, start_timeout_s=0.05)
+        fleet._settings = fleet._settings._replace(start_timeout_s=0.05)
         with pytest.raises(WorkerError, match=r"worker 0 did not start .* after start_timeout_s=0.05"):
             list(runner.stream([1]))
 

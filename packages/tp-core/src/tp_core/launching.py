@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from tp_core._lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from tp_core._launch._cores import available_cores as available_cores
     from tp_core._launch._environment import ON_TERMINAL as ON_TERMINAL
-    from tp_core._launch._environment import available_cores as available_cores
     from tp_core._launch._environment import check_process_count as check_process_count
     from tp_core._launch._rank_exit import EXIT_REPORT as EXIT_REPORT
     from tp_core._launch._rank_exit import LOST_RANK as LOST_RANK
@@ -21,11 +21,8 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "tp_core._launch._environment": [
-                "ON_TERMINAL",
-                "available_cores",
-                "check_process_count",
-            ],
+            "tp_core._launch._cores": ["available_cores"],
+            "tp_core._launch._environment": ["ON_TERMINAL", "check_process_count"],
             "tp_core.sessions._process_group": ["EXITED_KEY", "has_exited"],
             "tp_core._launch._rank_exit": [
                 "EXIT_REPORT",

@@ -1,6 +1,5 @@
 """Words of messages: the name that was meant, the extra to install, where a user's code raised."""
 
-import importlib.util
 import traceback
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -58,7 +57,9 @@ def check_installed(module: str, *, by: str, extra: str) -> None:
     Raises:
         ConfigError: The module is not installed.
     """
-    if importlib.util.find_spec(module) is None:
+    from importlib.util import find_spec  # here: every worker process of tp-runner would wait for it
+
+    if find_spec(module) is None:
         msg = f"{by} needs the package {module}: pip install '{extra}'"
         raise ConfigError(msg)
 

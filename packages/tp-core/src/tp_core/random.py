@@ -3,7 +3,6 @@
 torch is imported where its generators are seeded: processes without torch compute seeds, too.
 """
 
-import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,6 +48,8 @@ def preserve_rng_state(devices: "Iterable[torch.device] | None" = None) -> Itera
     Args:
         devices: As for :func:`preserve_torch_rng_state`.
     """
+    import random  # here, and below: workers that use no random numbers start without it
+
     numpy = sys.modules.get("numpy")
     python_state = random.getstate()
     if numpy is not None:
@@ -133,9 +134,13 @@ def seed_everything(seed: int, *, devices: bool = True, load: bool = True) -> No
     Args:
         seed: The seed.
         devices: Whether the generators of accelerators are seeded, too.
-        load: Whether to load ``numpy.random`` where numpy is loaded; numpy itself loads it at first use.
+        load: Whether to load ``random``, and ``numpy.random`` where numpy is loaded; numpy itself loads it
+            at first use.
     """
-    random.seed(seed)
+    if load or "random" in sys.modules:
+        import random
+
+        random.seed(seed)
     numpy = sys.modules.get("numpy")
     if load:
         has_random = hasattr(numpy, "random")
@@ -217,6 +222,8 @@ def capture_rng_state(devices: "Iterable[torch.device]") -> dict[str, Any]:
     Those of devices go by their place in ``devices``: another host, or another day, has other numbers of
     devices. The values are plain: a file of JSON can have them.
     """
+    import random
+
     import torch
 
     from tp_core._devices import available_devices
@@ -247,6 +254,8 @@ def restore_rng_state(
     Returns:
         Those of ``devices`` without a state in it, which had fewer devices, or one of another type there.
     """
+    import random
+
     import torch
 
     version, words, gauss = state["python"]

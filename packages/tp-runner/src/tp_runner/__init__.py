@@ -22,7 +22,7 @@ The path of an item through the files::
             Codec.encode                     _wire;  classes of the main module: _definitions
             Request -> pipe                  large buffers beside the pickle, in _shared_memory
                |  ^
-               |  ^                          _start: how the process came to be; _setup
+               |  ^                          _start, _fork_server, _setup: how it came to be
                v  |                          _programs: what it runs, in shared memory once for all
             WorkerProcess                    _worker_process;  what it runs: _work
             ReplyWriter                      _wire: results, log records, failures
@@ -60,9 +60,9 @@ if TYPE_CHECKING:
     from tp_runner._stats import StageStats as StageStats
     from tp_runner._stats import WorkerStats as WorkerStats
     from tp_runner._stream import ResultStream as ResultStream
-    from tp_runner._workers._item import ItemInfo as ItemInfo
-    from tp_runner._workers._item import ItemRng as ItemRng
-    from tp_runner._workers._item import WorkerInfo as WorkerInfo
+    from tp_runner._workers._infos import ItemInfo as ItemInfo
+    from tp_runner._workers._infos import ItemRng as ItemRng
+    from tp_runner._workers._infos import WorkerInfo as WorkerInfo
     from tp_runner._workers._item import item as item
     from tp_runner._workers._item import worker as worker
     from tp_runner._workers._work import CfgNode as CfgNode
@@ -86,7 +86,8 @@ else:
             "tp_runner._runner": ["OrderedRunner", "UnorderedRunner"],
             "tp_runner._stats": ["RunnerStats", "StageStats", "WorkerStats"],
             "tp_runner._stream": ["ResultStream"],
-            "tp_runner._workers._item": ["ItemInfo", "ItemRng", "WorkerInfo", "item", "worker"],
+            "tp_runner._workers._infos": ["ItemInfo", "ItemRng", "WorkerInfo"],
+            "tp_runner._workers._item": ["item", "worker"],
             "tp_runner._workers._work": ["CfgNode"],
             "tp_runner.errors": [
                 "ItemTimeoutError",

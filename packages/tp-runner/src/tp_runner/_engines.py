@@ -1,7 +1,6 @@
 """The engines of this package, the search for other engines, and the opening of a pool."""
 
 import contextlib
-import dataclasses
 import os
 import sys
 from abc import abstractmethod
@@ -9,7 +8,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tp_core.errors import ConfigError
-from tp_core.plugins import Engine, Verdict
+from tp_core.plugins import Engine
 
 from tp_runner._options import (
     START_TIMEOUT_S,
@@ -27,6 +26,7 @@ from tp_runner.errors import RunnerClosedError
 
 if TYPE_CHECKING:  # nothing here imports torch: runners on the CPU need none
     import torch
+    from tp_core.plugins import Verdict
 
 
 class FleetEngine(Engine):
@@ -54,8 +54,10 @@ class FleetEngine(Engine):
     def make_fleet(self, program: Any, devices: tuple[str, ...], settings: Settings) -> Fleet:
         """Return the workers, not started yet; modules that they need are imported here."""
 
-    def assess(self, devices: "Sequence[torch.device]") -> Verdict:
+    def assess(self, devices: "Sequence[torch.device]") -> "Verdict":
         """Fit for any devices, better or worse."""
+        from tp_core.plugins import Verdict
+
         del devices
         return Verdict.fits(self.score, self.summary, remedy=self.remedy)
 
@@ -74,7 +76,7 @@ class FleetEngine(Engine):
         self, program: Any, devices: tuple[str, ...], settings: Settings, *, wait: bool = True
     ) -> RunnerPool:
         """Start the workers; ``wait`` until they are ready, as ``RunnerPool`` does."""
-        settings = dataclasses.replace(settings, entropy=int.from_bytes(os.urandom(8)))
+        settings = settings._replace(entropy=int.from_bytes(os.urandom(8)))
         return RunnerPool(self.make_fleet(program, devices, settings), settings, wait=wait)
 
 

@@ -1,8 +1,6 @@
 """The arguments of a runner, checked: devices, cores, batches, and options by name."""
 
 import functools
-import importlib.util
-import inspect
 import logging
 import math
 import os
@@ -10,12 +8,10 @@ import pickle
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Self, TypedDict
+from typing import Any, Literal, NamedTuple, Self, TypedDict
 
 from tp_core.errors import ConfigError, DeviceError
 from tp_core.launching import available_cores
-from tp_core.messages import did_you_mean
 from tp_core.ranks import dumps_by_value
 
 # -- Devices and cores; CPU workers need no torch -----------------------------------------------
@@ -144,31 +140,40 @@ NOT_AWAITED = (
     "as lambda item: asyncio.run({name}(item)), or with batch= one that gathers many at a time"
 )
 
+# Of inspect: CO_COROUTINE | CO_ASYNC_GENERATOR. Its import would be a tenth of a first start.
+ASYNC_FLAGS = 0x80 | 0x200
+
 
 def refuse_async(function: Any) -> None:
     """Refuse ``async def`` work by its name, on every engine."""
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    if code is not None and code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
+    if code is not None and code.co_flags & ASYNC_FLAGS:
         raise ConfigError(NOT_AWAITED.format(name=code.co_qualname))
 
 
-@dataclass(frozen=True, slots=True)
+# Neither this nor the settings are dataclasses: making those is a large part of the time of a first start.
 class Batching:
-    """The size of a batch, and how its items are joined."""
+    """The size of a batch, and how its items are joined.
 
-    size: int  # the most items of one batch; the last one may have fewer
-    collate: Callable[[list[Any]], Any] | None = None  # makes a batch of a list of items
+    Args:
+        size: The most items of one batch; the last one may have fewer.
+        collate: Makes a batch of a list of items.
+    """
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.size, int) or isinstance(self.size, bool) or self.size < 1:
-            msg = f"batch must be a whole number of at least 1, got {self.size!r}"
+    __slots__ = ("collate", "size")
+
+    def __init__(self, size: int, collate: Callable[[list[Any]], Any] | None = None) -> None:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            msg = f"batch must be a whole number of at least 1, got {size!r}"
             raise ConfigError(msg)
-        if self.collate is not None and not callable(self.collate):
-            msg = f"collate must be a function of a list of items, got {self.collate!r}"
+        if collate is not None and not callable(collate):
+            msg = f"collate must be a function of a list of items, got {collate!r}"
             raise ConfigError(msg)
-        refuse_async(self.collate)
+        refuse_async(collate)
+        self.size = size
+        self.collate = collate
 
     @classmethod
     def of(cls, size: Any, collate: Any, max_wait_s: Any = None) -> Self | None:
@@ -339,8 +344,7 @@ OPTIONS = (*sorted(RunnerOptions.__annotations__), "ordered", "queue_scale")
 _ARGUMENTS = ("devices", "engine", "init", "n_workers", "progress")  # of `map` and runners themselves
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(NamedTuple):
     """The checked options of :class:`tp_runner.RunnerOptions`, complete before the first worker starts.
 
     Attributes:
@@ -356,7 +360,7 @@ class Settings:
     preload: tuple[str, ...] = ()
     threads: int | None = 1
     cpus: tuple[tuple[int, ...], ...] | None = None
-    env: Mapping[str, str | None] = field(default_factory=dict)
+    env: Mapping[str, str | None] = {}  # nobody writes to it
     ordered: bool = True
     queue_scale: float | None = None
     max_bytes: int = 256 << 20
@@ -445,6 +449,8 @@ def _hint_of_option(name: str) -> str:
         return f"; it is {_NAMES_ELSEWHERE[name]!r} here"
     if name in ("chunk_size", "chunksize"):
         return "; leave it out: how many items travel together follows from how long they take"
+    from tp_core.messages import did_you_mean
+
     hint = did_you_mean(name, (*OPTIONS, *_ARGUMENTS))
     return hint or f"; there are: {', '.join(OPTIONS)}"
 
@@ -521,8 +527,10 @@ def _check_preload(names: Any, start_method: str | None) -> tuple[str, ...]:
 
 
 def _module_exists(module: str) -> bool:
+    from importlib.util import find_spec
+
     try:
-        return importlib.util.find_spec(module) is not None
+        return find_spec(module) is not None
     except ModuleNotFoundError:  # the package that it would be in
         return False
 

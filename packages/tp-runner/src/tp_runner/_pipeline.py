@@ -11,7 +11,7 @@ from tp_core.errors import ConfigError
 from tp_core.output import shows_progress
 
 from tp_runner._engines import PoolFactory, worker_devices
-from tp_runner._options import Batching, RunnerOptions
+from tp_runner._options import Batching, RunnerOptions, refuse_async
 from tp_runner._scheduling._pool import RunnerPool
 from tp_runner._scheduling._source import MapStyle, as_iterable
 from tp_runner._stats import StageStats
@@ -145,6 +145,8 @@ class Pipeline:
         else:
             own = worker_devices(self._engine, devices, n_workers)
         name = name or getattr(function, "__name__", type(function).__name__)
+        refuse_async(function)
+        refuse_async(init)
         longer = copy.copy(self)
         longer._stages = [*self._stages, Stage(name, kind, function, init, batching, own)]
         longer._stats, longer._pools, longer._lock = [], {}, threading.Lock()

@@ -1,8 +1,6 @@
 """The iterator of results that callers get and may share between threads."""
 
 import contextlib
-import copy
-import inspect
 import itertools
 import operator
 import os
@@ -107,6 +105,8 @@ class ResultStream(Iterator[R_co], Generic[R_co]):
         except BaseException as error:
             if _is_of_the_end(error):
                 threading.Event().wait()  # until Python stops this thread, a moment later and without a word
+            import inspect  # here: no first start waits for it
+
             if inspect.getgeneratorstate(chunks) == inspect.GEN_CLOSED:  # or a handler has raised here
                 self._error, self._here.is_raised = error, True
             raise
@@ -115,6 +115,8 @@ class ResultStream(Iterator[R_co], Generic[R_co]):
             self._here.is_raised = True
             # Each thread gets a copy where it can: raising an exception writes on it.
             if isinstance(ended_by, TpError):
+                import copy  # here: no first start waits for it
+
                 raise copy.copy(ended_by)
             raise ended_by
         if ended_by is not None and not isinstance(ended_by, TpError):

@@ -4,10 +4,10 @@ import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from tp_core._contracts._backend import Verdict
+if TYPE_CHECKING:
+    import torch  # listing plugins must not import it
 
-if TYPE_CHECKING:  # listing plugins must not import torch
-    import torch
+    from tp_core._contracts._backend import Verdict  # no start of workers waits for the backends
 
 
 class Pool(abc.ABC):
@@ -45,7 +45,7 @@ class Engine(abc.ABC):
     name: ClassVar[str]
 
     @abc.abstractmethod
-    def assess(self, devices: "Sequence[torch.device]") -> Verdict:
+    def assess(self, devices: "Sequence[torch.device]") -> "Verdict":
         """Return whether workers on these devices can be run here; cheap and without side effects."""
 
     @abc.abstractmethod

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple, Self
 
+from tp_core._launch._cores import available_cores
 from tp_core.errors import ConfigError, LaunchEnvironmentError
 
 ON_TERMINAL = "TP_ON_TERMINAL"
@@ -162,13 +163,6 @@ _SLURM = partial(
     ),
     remedy="start the script with srun, which sets them all",
 )
-
-
-def available_cores() -> int:
-    """Return how many cores this process may use, after the limits of taskset, Slurm and cpusets."""
-    if hasattr(os, "sched_getaffinity"):  # not on every system
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True)

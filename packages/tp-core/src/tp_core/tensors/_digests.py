@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from tp_core._launch._environment import available_cores
+from tp_core._launch._cores import available_cores
 from tp_core.errors import StateError
 from tp_core.files._reads import is_absence, is_regular_file, retry_read
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tp_core.errors import ConfigError, TpError
 from tp_core.plugins import Pool
@@ -22,12 +22,15 @@ from tp_core.plugins import Pool
 from tp_runner._options import Settings
 from tp_runner._scheduling._run import MOST_FAILED_STARTS, Assignments, Death, PassState, Recycling
 from tp_runner._scheduling._source import ItemSource, Submissions, Ticket, open_source, settle
-from tp_runner._stats import RunnerStats, StatsCollector
+from tp_runner._stats_collector import StatsCollector
 from tp_runner._stream import FORKED, Interruption, OpenRun, ResultStream
 from tp_runner._workers._failure import raised_by_signal_handler
 from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet, failure_of_death, watch
 from tp_runner._workers._pickling import USERS_ERRORS
 from tp_runner.errors import RunCancelledError, RunnerClosedError
+
+if TYPE_CHECKING:
+    from tp_runner._stats import RunnerStats
 
 # -- The turns of the runs ----------------------------------------------------------------------
 
@@ -592,7 +595,7 @@ class RunnerPool(Pool):
         runs = [run for run in self._scheduler.runs.copy() if not isinstance(run.source, Submissions)]
         self._end_runs(runs, "the call was cancelled", kill_after_s)
 
-    def stats(self) -> RunnerStats:
+    def stats(self) -> "RunnerStats":
         return self._scheduler.collector.snapshot(self.fleet.where)
 
     def exit_results(self) -> list[Any]:

@@ -1,10 +1,8 @@
 """The run, one pass over an input: chunks of items, their workers, retries, the order of their results."""
 
 import collections
-import heapq
 import time
 from collections.abc import Container, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tp_core.errors import TpError
@@ -366,12 +364,16 @@ class RetryQueue:
     def append(self, chunk: Chunk, delay_s: float = 0.0) -> None:
         """Put a chunk in line, for when ``delay_s`` seconds have passed."""
         if delay_s and not self._is_hurried:
+            import heapq  # as below: no start of workers waits for it
+
             heapq.heappush(self._resting, (time.monotonic() + delay_s, chunk.seq, chunk))
         else:
             self._ready.append(chunk)
 
     def take(self) -> Chunk | None:
         while self._resting and (self._is_hurried or self._resting[0][0] <= time.monotonic()):
+            import heapq
+
             self._ready.append(heapq.heappop(self._resting)[2])
         if not self._ready:
             return None
@@ -769,7 +771,9 @@ class PassState:
             if isinstance(result, Failure) and i not in again:
                 whole.failed = True
         for part in split.parts:
-            piece = replace(self._piece(chunk, part), parent=whole, offset=base + part.start)
+            piece = self._piece(chunk, part)
+            piece.parent = whole
+            piece.offset = base + part.start
             self._send_or_fail(piece, part)
 
     def _scatter(self, chunk: Chunk, split: SplitChunk) -> None:

@@ -9,7 +9,6 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from tp_core.ranks import dumps_by_value
@@ -19,25 +18,64 @@ from tp_runner._workers._pickling import USERS_ERRORS, explain_not_picklable
 from tp_runner.errors import ItemError
 
 
-@dataclass(slots=True, eq=False)
 class Chunk:
-    """Some neighboring items, which travel together."""
+    """Some neighboring items, which travel together.
 
-    seq: int  # its number, unique in a fleet's life
-    start: int  # the place of its first item in the input
-    items: list[Any]
-    run: int  # the number of the run that it belongs to
-    parent: "Chunk | None" = None  # the whole chunk, if this is a part of one that is tried again in parts
-    offset: int = 0  # the place of its first item in the parent
-    attempts: int = 0  # how often its items have been tried before
-    deaths: int = 0  # how many workers its first item has killed
-    sent: int = 0  # how often its items have been sent to a worker, this time included
-    results: list[Any] = field(default_factory=list)  # a result, or a failure, for each item
-    missing: int = 0  # how many results parts of it still owe
-    failed: bool = False  # whether some results are failures
-    # whether its items are expected to take so long that others should not wait behind it
-    is_long: bool = True
-    nbytes: int = 0  # how many bytes its items, and later its results, take
+    Args:
+        seq: Its number, unique in a fleet's life.
+        start: The place of its first item in the input.
+        items: The items.
+        run: The number of the run that it belongs to.
+        attempts: How often its items have been tried before.
+        deaths: How many workers its first item has killed.
+        sent: How often its items have been sent to a worker, this time included.
+    """
+
+    # No dataclass: making one takes as long as a fork.
+    __slots__ = (
+        "attempts",
+        "deaths",
+        "failed",
+        "is_long",
+        "items",
+        "missing",
+        "nbytes",
+        "offset",
+        "parent",
+        "results",
+        "run",
+        "sent",
+        "seq",
+        "start",
+    )
+
+    def __init__(
+        self,
+        seq: int,
+        start: int,
+        items: list[Any],
+        run: int,
+        *,
+        attempts: int = 0,
+        deaths: int = 0,
+        sent: int = 0,
+    ) -> None:
+        self.seq = seq
+        self.start = start
+        self.items = items
+        self.run = run
+        self.attempts = attempts
+        self.deaths = deaths
+        self.sent = sent
+        # The whole chunk, if this is a part of one that is tried again in parts, and its place there
+        self.parent: Chunk | None = None
+        self.offset = 0
+        self.results: list[Any] = []  # a result, or a failure, for each item
+        self.missing = 0  # how many results parts of it still owe
+        self.failed = False  # whether some results are failures
+        # whether its items are expected to take so long that others should not wait behind it
+        self.is_long = True
+        self.nbytes = 0  # how many bytes its items, and later its results, take
 
 
 class Timing(NamedTuple):

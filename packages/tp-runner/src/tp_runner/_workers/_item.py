@@ -1,54 +1,42 @@
 """The worker and the item that this code runs for, and the random numbers of each."""
 
 import contextlib
-import dis
 import functools
 import importlib
 import os
-import random
 import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableSequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Container, Iterable, Iterator, Mapping, MutableSequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tp_core.random import seed_everything, seed_of
 
 from tp_runner._options import Settings
 
 if TYPE_CHECKING:
-    import numpy as np
-    import torch
+    from tp_runner._workers._infos import ItemInfo, WorkerInfo
 
 
 # -- The worker -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerInfo:
-    """One worker among those of its runner.
-
-    Attributes:
-        number: Its number, from 0.
-        count: How many workers there are.
-        device: Its device, as a string such as "cuda:0" or "cpu".
-        seed: The runner's ``seed``; ``None`` without one.
-    """
+class WorkerIdentity(NamedTuple):
+    """What :class:`WorkerInfo` says of a worker: a dataclass, which is made for who asks alone."""
 
     number: int
-    count: int
+    n_workers: int
     device: str
     seed: int | None
 
 
 # Of a worker process, for threads that the work starts. A thread worker has its own, in the thread.
-_process_info: WorkerInfo | None = None
+_process_identity: WorkerIdentity | None = None
 _thread_local = threading.local()
 
 
-def worker() -> WorkerInfo | None:
+def worker() -> "WorkerInfo | None":
     """Return the worker that the caller runs in; ``None`` outside of all workers.
 
     Example:
@@ -56,30 +44,35 @@ def worker() -> WorkerInfo | None:
         ...     me = tp_runner.worker()
         ...     return items[me.number :: me.count]
     """
-    return getattr(_thread_local, "info", None) or _process_info
+    identity = getattr(_thread_local, "identity", None) or _process_identity
+    if identity is None:
+        return None
+    from tp_runner._workers._infos import WorkerInfo
+
+    return WorkerInfo(*identity)
 
 
-def become_worker(info: WorkerInfo) -> None:
+def become_worker(identity: WorkerIdentity) -> None:
     """Make this process a worker, and give it random numbers of its own.
 
     With a seed every worker begins with the same ones, so that a model that each of them makes is the
     same; its items are seeded one by one. Without one, no two workers, of any run, have the same.
     """
-    global _process_info  # noqa: PLW0603 - it is about the process
-    _process_info = _thread_local.info = info
-    if info.seed is None:
+    global _process_identity  # noqa: PLW0603 - it is about the process
+    _process_identity = _thread_local.identity = identity
+    if identity.seed is None:
         # Libraries that are loaded later seed themselves from the system.
         seed_everything(int.from_bytes(os.urandom(8)) >> 1, load=False)
     else:
         import_generators()
-        seed_generators(info.seed)
+        seed_generators(identity.seed)
 
 
 @contextlib.contextmanager
-def worker_context(info: WorkerInfo, task: "WorkerTask | None" = None) -> Iterator[None]:
+def worker_context(identity: WorkerIdentity, task: "WorkerTask | None" = None) -> Iterator[None]:
     """Act as a worker in this thread for a while, at work on a task; also in the midst of another item."""
     before = dict(vars(_thread_local))
-    _thread_local.info = info
+    _thread_local.identity = identity
     if task is not None:
         _thread_local.task = task
     try:
@@ -104,65 +97,6 @@ def seed_generators(*key: int) -> None:
 # -- The item ---------------------------------------------------------------------------------
 
 _OWN = 1  # in the key of an item's own seed, which the global generators' seed must not equal
-
-
-class ItemRng:
-    """The random generators of one item, made at their first use, all with the item's seed.
-
-    For one on another device: ``torch.Generator(device).manual_seed(tp_runner.item().seed)``.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    @functools.cached_property
-    def random(self) -> random.Random:
-        """Python's."""
-        return random.Random(self._seed)  # noqa: S311 - work's own numbers
-
-    @functools.cached_property
-    def numpy(self) -> "np.random.Generator":
-        """Numpy's."""
-        import numpy as np
-
-        return np.random.default_rng(self._seed)
-
-    @functools.cached_property
-    def torch(self) -> "torch.Generator":
-        """torch's, on the CPU."""
-        import torch
-
-        return torch.Generator().manual_seed(self._seed)
-
-
-@dataclass(frozen=True, slots=True)
-class ItemInfo:
-    """The item, or the batch, at work in a worker.
-
-    Attributes:
-        index: Its place in the input, from 0; for a batch, the place of its first item.
-        attempt: How often it was sent to a worker before, and may have been worked on: 0 the first time.
-        seed: A number of its own. With the runner's ``seed`` it depends on that and the place alone, whatever
-            the engine and the number of workers; without, it is another one in each stream, and the same in
-            each attempt.
-        rng: Generators that begin with that seed.
-        deadline: When ``timeout_s`` ends it, by ``time.monotonic()``; ``None`` without a limit.
-    """
-
-    index: int
-    attempt: int
-    seed: int
-    rng: ItemRng
-    deadline: float | None
-    _is_cancelled: Callable[[], bool] = field(repr=False, compare=False)
-
-    @property
-    def cancelled(self) -> bool:
-        """``True`` once nobody wants the result: its stream was closed, cancelled or has failed.
-
-        On Ray it is always false: an actor receives no messages while it works.
-        """
-        return self._is_cancelled()
 
 
 class WorkerTask:
@@ -211,13 +145,15 @@ class WorkerTask:
         """Return whether nobody wants the results of this chunk any more."""
         return self._run in self._cancelled
 
-    def item(self) -> ItemInfo | None:
+    def item(self) -> "ItemInfo | None":
         """Return the item at work, by the same object for the same item."""
         if not self._is_at_work:
             return None
         self.was_asked = True
         index = self.start + self.board[1]
         if self._item is None or self._item.index != index:
+            from tp_runner._workers._infos import ItemInfo, ItemRng
+
             key = (self._entropy, self._run) if self._seed is None else (self._seed,)
             seed = seed_of((*key, index, _OWN))
             if self.timeout_s is None:
@@ -234,7 +170,7 @@ class WorkerTask:
 _process_task: WorkerTask | None = None
 
 
-def item() -> ItemInfo | None:
+def item() -> "ItemInfo | None":
     """Return the item at work in the caller's worker; ``None`` where there is none.
 
     Example:
@@ -284,10 +220,16 @@ class _GeneratorSearch:
         self._names: set[str] = set()
         # Each worker has global generators of its own (`_inst`, `_rand`: private names). SystemRandom has no
         # state to copy.
-        self._kinds: tuple[type, ...] = (random.Random,)
-        self._excluded = [getattr(random, "_inst", None)]
+        self._kinds: tuple[type, ...] = ()
+        self._system: type | tuple[type, ...] = ()
+        self._excluded: list[Any] = []
+        python: Any = sys.modules.get("random")
         numpy: Any = sys.modules.get("numpy.random")
         torch: Any = sys.modules.get("torch")
+        if hasattr(python, "SystemRandom"):
+            self._kinds += (python.Random,)
+            self._system = python.SystemRandom
+            self._excluded.append(getattr(python, "_inst", None))
         if hasattr(numpy, "Generator"):  # or it is in the middle of being imported
             self._kinds += (numpy.Generator, numpy.RandomState)
             self._excluded.append(getattr(numpy.mtrand, "_rand", None))
@@ -306,7 +248,7 @@ class _GeneratorSearch:
         if issubclass(kind, types.BuiltinMethodType):  # draw = rng.random
             value, kind = value.__self__, type(value.__self__)
         if issubclass(kind, self._kinds):
-            if not issubclass(kind, random.SystemRandom) and not any(value is own for own in self._excluded):
+            if not issubclass(kind, self._system) and not any(value is own for own in self._excluded):
                 self.copied.add(repr(name))
         elif issubclass(kind, types.FunctionType):
             if value not in self._seen and len(self._seen) < _MOST and (is_work or not _is_installed(value)):
@@ -331,7 +273,11 @@ class _GeneratorSearch:
 def _references(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield the values that a function refers to: globals, attributes of modules, closures, defaults."""
     for code in _codes(function.__code__):
-        # Its names include attributes: only an instruction says that one is a global's.
+        if function.__globals__.keys().isdisjoint(code.co_names):
+            continue
+        import dis  # no start of workers with simpler work waits for it
+
+        # The names include attributes: only an instruction says that one is a global's.
         for name in {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}:
             value = function.__globals__.get(name)
             yield name, value

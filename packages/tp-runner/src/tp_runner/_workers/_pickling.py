@@ -1,7 +1,6 @@
 """The pickling of programs, with large arrays apart; the search for a part that cannot be pickled."""
 
 import contextlib
-import ctypes
 import io
 import pickle
 import sys
@@ -136,6 +135,8 @@ class _Storage:
 
     def __reduce__(self) -> tuple[Any, ...]:
         nbytes = self._storage.nbytes()
+        import ctypes  # torch has imported it
+
         view = (ctypes.c_char * nbytes).from_address(self._storage.data_ptr())
         view.owner = self._storage  # it must outlive the view
         return _rebuild_storage, (pickle.PickleBuffer(view),)

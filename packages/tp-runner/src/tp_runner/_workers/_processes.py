@@ -1,7 +1,6 @@
 """The parent's side of workers that are processes: two pipes each, one loop, one piece of shared memory."""
 
 import contextlib
-import dataclasses
 import math
 import os
 import pickle
@@ -37,7 +36,6 @@ from tp_runner._workers._start import (
     bootstrap,
     check_start,
     fork,
-    fork_by_server,
     private_memory,
     spawn,
 )
@@ -95,9 +93,11 @@ class WorkerHandle:
             with _start.inherit_descriptors(descriptors.requests, descriptors.replies, descriptors.life):
                 return fork(child)
         self._send_setup(setup.pickled(), memory)
-        fds = (*dataclasses.astuple(descriptors), *self._passed)
+        fds = (*descriptors, *self._passed)
         if settings.start_method == "spawn":
             return spawn(bootstrap(main.__module__, main.__name__, *fds), fds, settings.env)
+        from tp_runner._workers._fork_server import fork_by_server  # other starts need no sockets
+
         return fork_by_server(main, settings.preload, settings.env, fds)
 
     def _send_setup(self, data: bytes, memory: SharedMemoryPool) -> None:

@@ -3,7 +3,6 @@
 A worker has private copies only of the pages that it writes to.
 """
 
-import dataclasses
 import mmap
 import os
 import pickle
@@ -15,7 +14,7 @@ from tp_core.errors import ConfigError
 from tp_runner._options import Settings
 from tp_runner._workers._pickling import LARGE, dump_program
 from tp_runner._workers._shared_memory import SharedMemoryPool, align
-from tp_runner._workers._start import MOST_PASSED, collect_descriptors
+from tp_runner._workers._start import collect_descriptors
 
 
 class PackedProgram(NamedTuple):
@@ -42,12 +41,16 @@ def pack_program(program: Any, devices: tuple[str, ...], settings: Settings) -> 
     try:
         with collect_descriptors(descriptors):
             payload = dump_program(program, buffers)
-        if settings.start_method == "forkserver" and len(descriptors) > MOST_PASSED:
-            msg = (
-                f"the work refers to {len(descriptors)} pipes, queues or shared values of multiprocessing, "
-                f"and a fork server passes {MOST_PASSED} at most; start_method='spawn' passes any number"
-            )
-            raise ConfigError(msg)
+        if settings.start_method == "forkserver":
+            from tp_runner._workers._fork_server import MOST_PASSED  # other starts need no sockets
+
+            if len(descriptors) > MOST_PASSED:
+                msg = (
+                    f"the work refers to {len(descriptors)} pipes, queues or shared values of "
+                    f"multiprocessing, and a fork server passes {MOST_PASSED} at most; start_method='spawn' "
+                    "passes any number"
+                )
+                raise ConfigError(msg)
     except BaseException:
         for fd in descriptors:
             os.close(fd)
@@ -58,7 +61,7 @@ def pack_program(program: Any, devices: tuple[str, ...], settings: Settings) -> 
         preload += ["numpy", "torch"]
     elif "torch" in sys.modules or b"torch" in payload or set(devices) != {"cpu"}:
         preload += ["torch"]
-    settings = dataclasses.replace(settings, preload=tuple(preload))
+    settings = settings._replace(preload=tuple(preload))
     return PackedProgram(payload, buffers, descriptors, settings)
 
 

@@ -1,7 +1,6 @@
 """Setup of a worker process before the user's code runs: device, threads, logging, environment."""
 
 import contextlib
-import ctypes
 import logging
 import os
 import pickle
@@ -9,14 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from tp_core.errors import ConfigError
 from tp_core.launching import available_cores
 
 from tp_runner._options import Settings
-from tp_runner._workers._item import WorkerInfo
+from tp_runner._workers._item import WorkerIdentity
 from tp_runner._workers._pickling import USERS_ERRORS, explain_not_picklable, short_repr
 from tp_runner.errors import NotPicklableError
 
@@ -72,24 +70,21 @@ WIDTH_VARIABLE = "TP_RUNNER_WIDTH"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-# Opening the C library takes longer. At import: it is found once for all workers that are forked.
-_MALLOPT = getattr(ctypes.pythonapi, "mallopt", None)
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
+class Setup(NamedTuple):
     """Everything that a worker needs before its first chunk."""
 
     program: Any  # the program, its pickle, or its place in shared memory
     device: str
     worker: int
-    count: int  # how many workers there are
+    n_workers: int  # how many there are
     settings: Settings  # how the runner is run
     surroundings: "Surroundings | None" = None  # for a process on another machine
 
     @property
-    def info(self) -> WorkerInfo:
-        return WorkerInfo(self.worker, self.count, self.device, self.settings.seed)
+    def info(self) -> WorkerIdentity:
+        return WorkerIdentity(self.worker, self.n_workers, self.device, self.settings.seed)
 
     @property
     def threads(self) -> int:
@@ -285,6 +280,7 @@ def prepare_process(setup: Setup, send_record: Callable[[logging.LogRecord], Non
     """Pin this process to its device and cores, limit its threads, send its log records to the parent."""
     if setup.surroundings is not None:
         setup.surroundings.restore_elsewhere()
+        keep_freed_memory()  # a process of this machine does it after its first results
     if setup.settings.cpus is not None:
         os.sched_setaffinity(0, setup.settings.cpus[setup.worker])
     os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(setup.threads)))
@@ -296,10 +292,9 @@ def prepare_process(setup: Setup, send_record: Callable[[logging.LogRecord], Non
     if "TZ" in setup.settings.env:
         time.tzset()
     os.environ[DEPTH_VARIABLE] = str(nesting_depth() + 1)
-    os.environ[WIDTH_VARIABLE] = str(nesting_width() * setup.count)
+    os.environ[WIDTH_VARIABLE] = str(nesting_width() * setup.n_workers)
     make_current(setup.device)
     limit_torch(setup.threads)
-    _keep_freed_memory()
     root = logging.getLogger()
     root.handlers[:] = [RecordForwarder(setup.worker, setup.device, send_record)]
     if root.level != setup.settings.log_level:  # setLevel visits every logger there is
@@ -321,13 +316,16 @@ def limit_torch(threads: int) -> None:
         sys.modules["torch"].set_num_threads(threads)
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Make the C library keep up to 128 MiB of freed memory for the next result.
 
     Results of one size are made again and again; touching fresh pages takes longer than copying.
     """
     if any(name.startswith("MALLOC_") for name in os.environ):
         return  # the user has set malloc by the environment
-    if _MALLOPT is not None:
-        _MALLOPT(_M_MMAP_THRESHOLD, 32 << 20)
-        _MALLOPT(_M_TRIM_THRESHOLD, 128 << 20)
+    import ctypes
+
+    mallopt = getattr(ctypes.pythonapi, "mallopt", None)  # opening the C library takes longer
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 128 << 20)

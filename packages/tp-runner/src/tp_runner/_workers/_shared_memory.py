@@ -1,21 +1,18 @@
 """Shared memory that the parent owns and every worker maps: reused, unnamed, one descriptor."""
 
 import collections
-import ctypes
 import fcntl
 import mmap
 import os
 import weakref
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 SMALLEST = 64 << 10
 INITIAL = 64 << 20  # untouched pages of the file cost nothing
 CACHE_LINE = 64
 
 
-@dataclass(slots=True, frozen=True)
-class Block:
+class Block(NamedTuple):
     """A range of the shared memory: ``nbytes`` from ``offset`` on."""
 
     offset: int
@@ -44,6 +41,8 @@ class MappedMemory:
 
     def lease(self, offset: int, nbytes: int) -> Any:
         """Return an object that owns this range; views made of it keep it alive."""
+        import ctypes  # as in _start: no start of workers waits for it
+
         return (ctypes.c_char * nbytes).from_buffer(self._map, offset)
 
 

@@ -17,7 +17,7 @@ from tp_runner._options import Settings
 from tp_runner._workers._failure import END, INIT, Failure
 from tp_runner._workers._fleet import LONGEST_WAIT_S, Chunk, Died, Done, Event, Fleet, Ready, Timing
 from tp_runner._workers._item import (
-    WorkerInfo,
+    WorkerIdentity,
     WorkerTask,
     seed_generators,
     set_current_task,
@@ -100,7 +100,7 @@ class ThreadFleet(Fleet):
 
     def _work(self, crew: _Crew, worker: int) -> None:
         device = self.devices[worker]
-        with worker_context(WorkerInfo(worker, self.size, device, None)):
+        with worker_context(WorkerIdentity(worker, self.size, device, None)):
             try:
                 make_current(device)  # a thread begins with the first one
                 work = self._program(device)
@@ -235,9 +235,9 @@ class InlineFleet(Fleet):
         The caller's generators are left as they were where there is a seed, and the current device always.
         """
         device = self.devices[worker]
-        info = WorkerInfo(worker, self.size, device, self._settings.seed)
+        identity = WorkerIdentity(worker, self.size, device, self._settings.seed)
         with contextlib.ExitStack() as left:
-            left.enter_context(worker_context(info, task))
+            left.enter_context(worker_context(identity, task))
             if self._settings.seed is not None:
                 left.enter_context(preserve_rng_state())
             if not device.startswith("cpu"):

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import copyreg
-import ctypes
 import io
 import os
 import pickle
@@ -199,6 +198,8 @@ def _reduce_tensor(tensor: Any) -> Any:
         return tensor.__reduce_ex__(5)
     if not _is_standard(tensor):
         return _reduce_strided_tensor(tensor)
+    import ctypes  # torch has imported it
+
     view = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     # The tensor owns the memory of the view and must outlive it; an attribute ties them together.
     view.owner = tensor

@@ -1,7 +1,5 @@
 """Chunks of items at work, and the programs of workers: runner classes, functions or stages."""
 
-import copy
-import dataclasses
 import functools
 import signal
 import sys
@@ -9,12 +7,11 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tp_core.errors import ConfigError
 
-from tp_runner._options import NOT_AWAITED, Batching, refuse_async, separate
+from tp_runner._options import NOT_AWAITED, Batching, separate
 from tp_runner._workers._failure import Failure
 from tp_runner._workers._item import WorkerTask, seed_generators
 from tp_runner.errors import ItemError
@@ -212,6 +209,8 @@ def copy_cfg(cfg: Any) -> Any:
         return CfgNode(_deep_copy(dict(cfg)))
     if _is_namespace(cfg):
         return _deep_copy(cfg)
+    import dataclasses  # here, and below: programs without a configuration do without
+
     if dataclasses.is_dataclass(cfg) and not isinstance(cfg, type):
         frozen = type(cfg).__dataclass_params__.frozen  # type: ignore[attr-defined]  # it has them
         if hasattr(cfg, "__dict__") and not frozen:
@@ -238,9 +237,13 @@ def _is_namespace(value: Any) -> bool:
 
 def _deep_copy(value: Any) -> Any:
     """Copy a value deeply, except objects that processes can only inherit: multiprocessing's locks, say."""
+    import copy  # as dataclasses
+
     try:
         return copy.deepcopy(value)
     except RuntimeError:  # what such objects raise; it may be a part of the value alone
+        import dataclasses
+
         if isinstance(value, dict):
             mapping = CfgNode() if isinstance(value, CfgNode) else copy.copy(value)
             mapping.update({key: _deep_copy(part) for key, part in value.items()})
@@ -307,8 +310,7 @@ class FunctionProgram:
 MAP, FLAT_MAP, FILTER = "map", "flat_map", "filter"
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(NamedTuple):
     """One step of a pipeline."""
 
     name: str  # its name in tables and errors
@@ -317,10 +319,6 @@ class Stage:
     init: Callable[[str], Any] | None  # makes a worker's state, given its device
     batching: Batching | None  # how items are put together
     devices: tuple[str, ...] | None  # the devices of workers of its own; ``None`` for the shared workers
-
-    def __post_init__(self) -> None:
-        refuse_async(self.function)
-        refuse_async(self.init)
 
 
 class StagesProgram:

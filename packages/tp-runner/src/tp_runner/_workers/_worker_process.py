@@ -9,8 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tp_runner._workers import _start, _wire
 from tp_runner._workers._definitions import remember_program
@@ -19,14 +18,13 @@ from tp_runner._workers._fleet import Timing, dumps_exit_result
 from tp_runner._workers._heartbeats import FIRST_CANCELLED, WORDS, Heartbeats
 from tp_runner._workers._item import WorkerTask, become_worker, set_current_task
 from tp_runner._workers._programs import StoredProgram, load_program
-from tp_runner._workers._setup import Setup, limit_torch, prepare_process, unpickling
+from tp_runner._workers._setup import Setup, keep_freed_memory, limit_torch, prepare_process, unpickling
 from tp_runner._workers._shared_memory import MappedMemory
 from tp_runner._workers._wire import ReplyWriter
 from tp_runner._workers._work import ENDING, IDLE, ClassProgram, end_work, run_chunk
 
 
-@dataclass(frozen=True, slots=True)
-class Descriptors:
+class Descriptors(NamedTuple):
     """The files that a worker shares with its parent."""
 
     requests: int
@@ -142,6 +140,7 @@ class WorkerProcess:
         replies = self._replies
         clock = time.monotonic
         head = _wire.REQUEST
+        keeps_memory = False
         lease: Any
         while True:
             waiting = clock()
@@ -179,6 +178,9 @@ class WorkerProcess:
             replies.done(request, timing, results, lease, failed=failed)
             results = []
             heartbeat[0] = IDLE
+            if not keeps_memory:  # after the first results, which need not wait for its import
+                keeps_memory = True
+                keep_freed_memory()
 
     def _unpack(self, request: _wire.Request, blob: Any) -> tuple[list[Any], Any]:
         """Return the items, and the lease that their arrays and tensors keep alive."""
