@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 
 import pytest
 from tp_core.errors import ConfigError, StateError
@@ -105,6 +106,24 @@ def test_a_lock_stays_only_where_a_resumed_run_must_find_its_file(kind, tmp_path
 def test_without_a_folder_the_message_says_where_to_give_one(kind):
     with pytest.raises(ConfigError, match=rf"no folder to log to; give {kind.__name__}\(folder\)"):
         kind().open(RunInfo())
+
+
+def test_a_csv_file_without_rows_waits_for_no_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    logger = CsvLogger(tmp_path)
+    logger.open(RunInfo())
+    logger.log({"loss": 1.0}, step=1, epoch=1)
+    logger.flush()
+    assert not synced
+    logger.log({"val_loss": 2.0}, step=2, epoch=1)  # a further column: the row before it must survive
+    logger.close("finished")
+    assert len(synced) == 2  # the file, and its name in the folder
+    assert (tmp_path / "metrics.csv").read_text().split() == [
+        "step,epoch,loss,val_loss",
+        "1,1,1.0,",
+        "2,1,,2.0",
+    ]
 
 
 def test_a_csv_file_of_something_else_is_not_touched(tmp_path):

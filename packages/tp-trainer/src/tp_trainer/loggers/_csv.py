@@ -4,6 +4,7 @@ import csv
 import io
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
@@ -42,6 +43,7 @@ class CsvLogger(Logger):
     ) -> None:
         self._place = LogPlace("CsvLogger", folder, filename)
         self._columns: list[str] = []
+        self._has_rows = False  # whether the file does
         self._file: IO[str] | None = None
         self._waiting: list[tuple[int, int, Mapping[str, float]]] = []  # rows since the last flush
 
@@ -72,7 +74,10 @@ class CsvLogger(Logger):
         new = dict.fromkeys(name for *_, numbers in waiting for name in numbers if name not in columns)
         if new:
             self._columns += new
-            self._rewrite(_read(self._place.path)[1])
+            if self._has_rows:
+                self._rewrite(_read(self._place.path)[1])
+            else:
+                self._rewrite([])
         names = self._columns[2:]
         rows: list[list[Any]] = []
         for step, epoch, numbers in waiting:
@@ -87,6 +92,7 @@ class CsvLogger(Logger):
         with showing_system_errors(self._place.path):
             csv.writer(self._file).writerows(rows)
             self._file.flush()
+        self._has_rows = True
 
     def close(self, status: RunStatus) -> None:  # noqa: ARG002 - a table has no place for it
         try:
@@ -108,17 +114,18 @@ class CsvLogger(Logger):
         self._place.load_state_dict(state)
 
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
-        """Write the file atomically with the current columns, and open it to append."""
+        """Write the file with the current columns, atomically if it has rows, and open it to append."""
         if self._file is not None:
             self._file.close()
-        with (
-            atomic_part(self._place.path) as part,
-            part.open("w", encoding="utf-8", newline="") as file,
-        ):
+        self._has_rows = bool(rows)
+        path = self._place.path
+        # A head alone is nothing to lose, and syncing it to the disk would take as long as many steps.
+        place = atomic_part(path) if rows else nullcontext(path)
+        with place as part, part.open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(self._columns)
             writer.writerows([row.get(name, "") for name in self._columns] for row in rows)
-        self._file = self._place.path.open("a", encoding="utf-8", newline="")
+        self._file = path.open("a", encoding="utf-8", newline="")
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:

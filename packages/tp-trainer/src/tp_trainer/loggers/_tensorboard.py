@@ -48,6 +48,7 @@ class TensorBoardLogger(Logger):
         self._place = LogPlace("TensorBoardLogger", folder, "tensorboard", files=f"{_PREFIX}*")
         self._flush_s = flush_s
         self._writer: SummaryWriter | None = None
+        self._waiting: list[tuple[int, Mapping[str, float]]] = []  # rows since the last flush
 
     def open(self, info: RunInfo) -> None:
         """Start an event file; after a resume it makes readers drop the steps after the checkpoint."""
@@ -76,23 +77,37 @@ class TensorBoardLogger(Logger):
                 self._write_facts(self._writer, info)
 
     def log(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:  # noqa: ARG002
-        """Write scalars, a row as one event: one event per number costs a multiple."""
-        if self._writer is not None and numbers:
-            from tensorboard.compat.proto.summary_pb2 import (  # type: ignore[import-untyped]  # has no types
-                Summary,
-            )
+        if numbers:
+            self._waiting.append((step, numbers))
 
-            values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-            with showing_system_errors(self._place.path):  # the writing thread's errors are raised here
+    def flush(self) -> None:
+        """Write scalars, a row as one event: one event per number costs a multiple."""
+        waiting, self._waiting = self._waiting, []
+        if self._writer is None or not waiting:
+            return
+        from tensorboard.compat.proto.summary_pb2 import (  # type: ignore[import-untyped]  # has no types
+            Summary,
+        )
+
+        with showing_system_errors(self._place.path):  # the writing thread's errors are raised here
+            for step, numbers in waiting:
+                values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
                 self._writer.file_writer.add_summary(Summary(value=values), step)  # type: ignore[attr-defined]  # it is open
 
     def event(self, kind: str, facts: Mapping[str, Any], *, step: int, epoch: int) -> None:  # noqa: ARG002
+        self.flush()
         if self._writer is not None:
             text = json.dumps(dict(facts), default=str)
             with showing_system_errors(self._place.path):
                 self._writer.add_text(f"events/{kind}", text, step)
 
     def close(self, status: RunStatus) -> None:  # noqa: ARG002 - there is no place for it
+        try:
+            self.flush()
+        finally:
+            self._close_writer()
+
+    def _close_writer(self) -> None:
         try:
             if self._writer is not None:
                 with showing_system_errors(self._place.path):
@@ -102,6 +117,7 @@ class TensorBoardLogger(Logger):
             self._place.close()
 
     def state_dict(self) -> dict[str, Any]:
+        self.flush()
         if self._writer is not None:
             with showing_system_errors(self._place.path):
                 self._writer.flush()
