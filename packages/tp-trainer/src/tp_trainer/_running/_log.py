@@ -116,10 +116,12 @@ class RunLog:
         if not self._loggers:
             return
         copies = {name: _copy_number(name, value) for name, value in numbers.items()}
-        if self._rows and self._rows[-1][:2] == (step, epoch):
-            self._rows[-1][2].update(copies)
-        else:
-            self._rows.append((step, epoch, copies))
+        if self._rows:
+            last_step, last_epoch, row = self._rows[-1]
+            if last_step == step and last_epoch == epoch:
+                row.update(copies)
+                return
+        self._rows.append((step, epoch, copies))
 
     def flush(self) -> None:
         rows, self._rows = self._rows, []
@@ -209,6 +211,8 @@ class RunLog:
 
 def _copy_number(name: str, value: Any) -> Number:
     """Return a number, or a copy of a tensor on its accelerator: the original may change before the read."""
+    if type(value) is float:  # most numbers of a step: a learning rate, a mean
+        return value
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         if value.is_cpu:
             return float(value.item())
