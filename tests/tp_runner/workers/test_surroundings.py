@@ -268,10 +268,13 @@ def test_a_map_in_the_last_moments_of_python_says_so(run_script):
         """
         import tp_runner
 
+        def work(x):
+            return tp_runner  # a global: the search for copied generators looks at the work's instructions
+
         class AtTheEnd:
-            def __del__(self, map=tp_runner.map, print=print):
+            def __del__(self, map=tp_runner.map, work=work, print=print):
                 try:
-                    list(map(abs, [1], n_workers=1))
+                    list(map(work, [1], n_workers=2))
                 except BaseException as error:
                     print(type(error).__name__, str(error).partition(";")[0])
 

@@ -195,7 +195,8 @@ class PoolFactory:
             self._settings = self._engine.make_settings(len(devices), options)
         for work in program.works:
             refuse_async(work)
-        if self.has_copies:
+        # At the end of Python no process is started, and the search could import nothing.
+        if self.has_copies and not sys.is_finalizing():
             works = [*program.works, options.get("collate")]
             warn_of_copied_generators(works, getattr(program, "cfg", None), stacklevel=3)
 

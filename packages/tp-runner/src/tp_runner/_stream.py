@@ -1,6 +1,7 @@
 """The iterator of results that callers get and may share between threads."""
 
 import contextlib
+import copy
 import itertools
 import operator
 import os
@@ -105,9 +106,9 @@ class ResultStream(Iterator[R_co], Generic[R_co]):
         except BaseException as error:
             if _is_of_the_end(error):
                 threading.Event().wait()  # until Python stops this thread, a moment later and without a word
-            import inspect  # here: no first start waits for it
-
-            if inspect.getgeneratorstate(chunks) == inspect.GEN_CLOSED:  # or a handler has raised here
+            # A generator that has ended has no frame; or a handler has raised here. Not by inspect: each
+            # first start would wait for its import, and at the end of Python nothing is imported any more.
+            if getattr(chunks, "gi_frame", None) is None:
                 self._error, self._here.is_raised = error, True
             raise
         ended_by = self._error
@@ -115,8 +116,6 @@ class ResultStream(Iterator[R_co], Generic[R_co]):
             self._here.is_raised = True
             # Each thread gets a copy where it can: raising an exception writes on it.
             if isinstance(ended_by, TpError):
-                import copy  # here: no first start waits for it
-
                 raise copy.copy(ended_by)
             raise ended_by
         if ended_by is not None and not isinstance(ended_by, TpError):

@@ -6,6 +6,7 @@ Submitted items are an input, too, with a future for each.
 import abc
 import collections
 import contextvars
+import copy
 import itertools
 import threading
 import time
@@ -387,7 +388,5 @@ class Submissions(ItemSource):
 
 def _copy_of(error: BaseException) -> BaseException:
     if isinstance(error, TpError):
-        import copy  # here: no first start waits for it
-
         return copy.copy(error)
     return error

@@ -1,5 +1,6 @@
 """Chunks of items at work, and the programs of workers: runner classes, functions or stages."""
 
+import copy
 import functools
 import signal
 import sys
@@ -237,8 +238,6 @@ def _is_namespace(value: Any) -> bool:
 
 def _deep_copy(value: Any) -> Any:
     """Copy a value deeply, except objects that processes can only inherit: multiprocessing's locks, say."""
-    import copy  # as dataclasses
-
     try:
         return copy.deepcopy(value)
     except RuntimeError:  # what such objects raise; it may be a part of the value alone
