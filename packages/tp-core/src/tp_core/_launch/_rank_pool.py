@@ -203,7 +203,7 @@ def start_ranks(
     kwargs: Mapping[str, Any],
 ) -> "list[tuple[Any, Pipe]]":
     """Start processes that call ``target(pipe, variables, *args, **kwargs)``; return each with its pipe."""
-    import multiprocessing  # here, and below, as in `_first_of_the_system`
+    import multiprocessing  # here, and below: those who ask for a free port alone need none of it
 
     # A fork server: its children have torch imported, and none of this process's threads or groups.
     # Windows has none: there each rank imports for itself.
