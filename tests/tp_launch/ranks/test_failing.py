@@ -69,6 +69,28 @@ def test_the_rank_that_died_by_itself_is_named(tp, death, status, first_line, to
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3])
+def test_an_error_of_all_ranks_is_shown_once_and_kept_in_each_log(tp, count):
+    script = tp.script(
+        """
+        import os, time
+        open(f"here{os.environ['RANK']}", "w").close()
+        while not all(os.path.exists(f"here{rank}") for rank in range(int(os.environ["WORLD_SIZE"]))):
+            time.sleep(0.02)
+        raise ValueError(f"bad data in rank {os.environ['RANK']}")
+        """
+    )
+    done = tp("launch", "-n", str(count), "--log-dir", "logs", script)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == done.stderr.count('File "') == 1
+    assert "the same error, which [rank" in done.stderr
+    assert all(f"ValueError: bad data in rank {rank}" in done.stderr for rank in range(count))
+    assert "(the traceback is above, in the lines of [rank" in failure_block(done.stderr)
+    logs = [path.read_text() for path in tp.cwd.glob("logs/**/stderr.log")]
+    assert [log.count('File "') for log in logs] == [1] * count
+
+
+@pytest.mark.slow
 def test_a_rank_that_holds_sigterm_and_the_children_of_a_dead_one_are_killed(tp, gone):
     script = tp.script(
         """

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from tp_launch._outcome import Rank, RankDeath, RankFailure, code_name, first_failure, last_traceback
+from tp_launch._outcome import Rank, RankDeath, RankFailure, code_name, first_failure
+from tp_launch._tracebacks import last_traceback
 
 _TRACEBACK = """Traceback (most recent call last):
   File "a.py", line 1, in <module>

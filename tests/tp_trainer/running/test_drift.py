@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from tp_core.errors import DisagreementError
 from tp_testing import run_ranks
 from tp_trainer import Callback, Trainer
 from tp_trainer._running._drift import DriftWatch  # private: no public name sums
@@ -167,6 +168,51 @@ def test_the_first_parameter_that_ranks_change_by_themselves_is_named_once(two_r
             [f"after step 6 the ranks 0 and 1 {WORDS} buffer 'mean'"],
             [f"after step 6 the ranks 0 and 1 {WORDS} buffer 'mean'"],
         ]
+
+
+def own_loop(folder, kind):
+    """Train in a loop of its own, in which rank 0 alone does something, and evaluate or save after it."""
+    with Trainer(seed=0, devices="cpu", backend="ddp", progress=False) as trainer:
+        model = make_model()
+        rate = 0.2 if kind == "rate" and trainer.is_main else 0.1
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        model, optimizer, batches = trainer.prepare(model, optimizer, loader())
+        if kind == "load" and trainer.is_main:
+            model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+        for batch in batches:
+            optimizer.zero_grad()
+            trainer.backward(trainer.run(step, model, batch))
+            if kind != "step" or trainer.is_main:
+                optimizer.step()
+        if kind == "later rate" and trainer.is_main:
+            optimizer.param_groups[0]["lr"] = 0.01
+        if kind == "save":
+            trainer.save_model(model, folder / "model.pt")
+        if kind == "export":
+            trainer.export(model, folder / "model.safetensors")
+        for _ in range(2):
+            trainer.evaluate(model, loader(), step=step)
+
+
+def all_own_loops(folder):
+    found = {kind: lines_of(own_loop, folder, kind) for kind in ("load", "step", "equal", "save", "export")}
+    for kind in ("rate", "later rate"):
+        with pytest.raises(DisagreementError) as caught:
+            own_loop(folder, kind)
+        found[kind] = str(caught.value)
+    return found
+
+
+def test_ranks_that_part_in_a_loop_of_its_own_are_named_where_all_of_them_meet(two_ranks, tmp_path):
+    found, others = two_ranks.run(all_own_loops, tmp_path)
+    named = [f"before evaluate() the ranks 0 and 1 {WORDS} parameter '0.weight'"]
+    assert found.pop("load") == found.pop("step") == named
+    assert (
+        "the setting 'lr' of parameter group 0 of the optimizer 'optimizer': rank 0 has 0.2" in found["rate"]
+    )
+    assert "rank 0 has 0.01, rank 1 has 0.1; their parameters would part" in found["later rate"]
+    assert found.pop("equal") == found.pop("save") == found.pop("export") == []
+    assert {kind: others[kind] for kind in found} == found  # an error is one of all ranks
 
 
 class Scaled(nn.Module):

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from tp_launch._outcome import (
 from tp_launch._rank_logs import LogTail, TemporaryLogs
 from tp_launch._rank_watch import Attempt, ExitedRanks, Rank, RankWatch
 from tp_launch._stop_signals import Stopped, StopSignals
+from tp_launch._tracebacks import RankErrors
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -126,6 +128,7 @@ class LocalRun:
         self._watch = RankWatch(failure_grace_s=self._failure_grace_s)
         self._exited_ranks = ExitedRanks(self._watch.deaths)
         self._tail = LogTail()
+        self._errors: RankErrors | None = None  # of the current attempt
         # The other hosts: whether this one serves their rendezvous, and the message about a lost one.
         self._serves = bool(plan.is_host)
         self._broadcast: FailureBroadcast | None = None
@@ -260,11 +263,20 @@ class LocalRun:
         self._ranks = {rank.local_rank: rank for rank in ranks}
         self._watch.follow(ranks)
         self._exited_ranks.follow(attempt, self._ranks)
+        if os.environ.get("TP_TRACEBACK") != "full":
+            self._errors = RankErrors()
         for rank in ranks:
             prefix = f"[rank{rank.rank}] "
             own = f"[rank{rank.rank}]: "  # torch's prefix of a traceback's lines
             self._tail.follow(rank.stdout, prefix=prefix, out=StandardStream("stdout"))
-            self._tail.follow(rank.stderr, prefix=prefix, out=StandardStream("stderr"), drop=own)
+            self._tail.follow(
+                rank.stderr,
+                prefix=prefix,
+                out=StandardStream("stderr"),
+                drop=own,
+                rank=rank.rank,
+                errors=self._errors,
+            )
         self._join_broadcast(attempt.nodes)
 
     def _print_restart(self, attempt: Attempt) -> None:
@@ -328,6 +340,9 @@ class LocalRun:
             killed=self._watch.killed(),
             keep_logs=self._plan.request.log_dir is not None,
         )
+        if self._errors is not None:
+            self._tail.drain()  # what the lines show is known once all of them are there
+            failure = replace(failure, shown_by=self._errors.shown_by(failure.rank))
         return LaunchOutcome(failure.status, failure=failure)
 
     def _agree_with_hosts(self, outcome: LaunchOutcome) -> LaunchOutcome:

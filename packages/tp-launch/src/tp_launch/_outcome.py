@@ -1,6 +1,5 @@
 """The outcome of a launch: its status, the rank that failed first, and the checkpoint after a signal."""
 
-import os
 import signal
 import socket
 from collections.abc import Collection, Iterable, Mapping
@@ -12,17 +11,11 @@ from tp_core.launching import LOST_RANK, ExitReport, read_exit_report, tells_of_
 from tp_core.output import flush_streams, print_to_stderr
 
 from tp_launch._rank_watch import Rank, RankDeath
+from tp_launch._tracebacks import HEAD, exception_of, last_traceback
 
 _TAIL_LINES = 20
 _MAX_LINES = 120
 _MAX_BYTES = 1 << 18
-_HEAD = "Traceback (most recent call last):"
-_CHAIN = (
-    "During handling of the above exception, another exception occurred:",
-    "The above exception was the direct cause of the following exception:",
-)
-# Output of native code after the traceback of the exception that ended the process.
-_AFTERMATH = ("terminate called", "Fatal Python error:")
 _THREADS_LEFT = "terminate called without an active exception"  # C++: threads of gloo were still alive
 _HINTS = {
     "SIGKILL": "killed from outside; when nobody did, the system was out of memory (see dmesg)",
@@ -97,7 +90,7 @@ class LaunchOutcome:
         """Return the outcome in another host's report."""
         failure = None
         if report["failure"] is not None:
-            failure = RankFailure(**report["failure"] | {"is_shown": False})
+            failure = RankFailure(**report["failure"] | {"shown_by": None})
         return cls(report["status"], failure=failure, message=report["message"])
 
 
@@ -105,12 +98,7 @@ def report(outcome: LaunchOutcome) -> None:
     """Print the reason of a failed launch on stderr, after everything else."""
     flush_streams()  # the ranks' output comes before the reason
     if outcome.failure is not None:
-        whole = not outcome.failure.is_shown or os.environ.get("TP_TRACEBACK") == "full"
-        if whole:
-            text = str(outcome.failure)
-        else:
-            text = outcome.failure.brief()
-        print_to_stderr(text)
+        print_to_stderr(outcome.failure.brief())
     elif outcome.message:
         print_line(outcome.message)
 
@@ -135,7 +123,7 @@ class RankFailure:
         others: The ends of the other ranks of its host.
         exited: The ranks of its host that had exited before it, with status 0.
         log: The path of its stderr log, if the logs are kept.
-        is_shown: Whether this launch has shown its output.
+        shown_by: The rank whose lines in the output of this launch show the traceback; ``None`` if none do.
     """
 
     rank: int
@@ -149,7 +137,7 @@ class RankFailure:
     others: str
     exited: tuple[int, ...] = ()
     log: str | None = None
-    is_shown: bool = False
+    shown_by: int | None = None
 
     @property
     def status(self) -> int:
@@ -159,11 +147,11 @@ class RankFailure:
         return 128 - self.code
 
     def brief(self) -> str:
-        """Return the block without the frames of a traceback, which the rank's own lines have shown."""
-        if _HEAD not in self.text:
+        """Return the block with a line in place of a traceback that the lines of a rank have shown."""
+        if self.shown_by is None or HEAD not in self.text:
             return str(self)
-        where = f"(its traceback is above, in the lines of [rank{self.rank}])"
-        return self._block(f"{_exception_of(self.text)}\n{where}")
+        exception = exception_of(self.text).partition("\n")[0]
+        return self._block(f"{exception}\n(the traceback is above, in the lines of [rank{self.shown_by}])")
 
     def __str__(self) -> str:
         """Return the block that ends the launch's output."""
@@ -186,7 +174,7 @@ class RankFailure:
         ]
         kind = "exit" if _THREADS_LEFT in self.text else name
         hint = _HINTS.get(kind)
-        if hint and _HEAD not in self.text:  # a traceback explains more than the hint
+        if hint and HEAD not in self.text:  # a traceback explains more than the hint
             lines.append(f"  hint    {hint}")
         if is_peer_missing:
             lines.append(
@@ -265,26 +253,7 @@ def first_failure(
         others=_others(codes, ranks=ranks, killed=killed, first=local),
         exited=tuple(sorted(exited)),
         log=log,
-        is_shown=True,
     )
-
-
-def last_traceback(text: str) -> str:
-    """Return the last traceback in a text, with its chained ones; "" if there is none."""
-    lines = text.splitlines()
-    heads = [i for i, line in enumerate(lines) if line.strip() == _HEAD]
-    if not heads:
-        return ""
-    start = heads[-1]
-    for head in reversed(heads[:-1]):
-        between = [line.strip() for line in lines[head:start]]
-        while between and not between[-1]:
-            between.pop()
-        if not between or between[-1] not in _CHAIN:
-            break
-        start = head
-    end = next((i for i in range(start, len(lines)) if lines[i].startswith(_AFTERMATH)), len(lines))
-    return "\n".join(lines[start:end])
 
 
 class _StderrTail(NamedTuple):
@@ -317,11 +286,7 @@ def _stderr_tail(rank: Rank, code: int) -> _StderrTail:
         # A killed rank prints nothing: a traceback in its log is of an exception that it survived.
         stack = _native_stack(text)
     if stack:
-        exception = _exception_of(stack)
-        if exception.startswith("tp_core.errors.DisagreementError"):
-            # The traceback of one rank is shown above, and all ranks have the same.
-            return _StderrTail(exception, is_traceback=True)
-        is_consequence = tells_of_lost_rank(exception)
+        is_consequence = tells_of_lost_rank(exception_of(stack))
         return _StderrTail(_shortened(stack), is_traceback=True, is_consequence=is_consequence)
     return _StderrTail("\n".join(text.splitlines()[-_TAIL_LINES:]))
 
@@ -334,21 +299,6 @@ def _native_stack(text: str, *, before: int = 0) -> str:
         return ""
     shown = lines[max(0, fatal[-1] - before) :]
     return "\n".join(line for line in shown if not line.startswith("Extension modules:")).strip()
-
-
-def _exception_of(traceback: str) -> str:
-    """Return the lines after the last frame: the exception, its message and its notes."""
-    lines = traceback.splitlines()
-    heads = [i for i, line in enumerate(lines) if line.strip() == _HEAD]
-    if heads:
-        start = heads[-1] + 1
-        while start < len(lines) and lines[start].startswith("  "):
-            start += 1
-        return "\n".join(lines[start:])
-    # A stack of native code.
-    frames = [i for i, line in enumerate(lines) if line.startswith("  ")]
-    start = frames[-1] + 1 if frames else 0
-    return "\n".join(lines[start:])
 
 
 def _shortened(text: str) -> str:

@@ -15,10 +15,13 @@ from typing import BinaryIO
 
 from tp_core.output import StandardStream
 
+from tp_launch._tracebacks import HEAD, RankErrors, is_complete
+
 _PREFIX = "tp-launch-"
 _LOCK = "lock"
 _INTERVAL_S = 0.05
 _GRACE_S = 1.0  # after it an incomplete line is shown: a prompt, or a progress bar
+_QUIET_S = 0.2  # after it a complete traceback is taken to be whole, with its notes
 _CHUNK = 1 << 20
 _CLEAR = "\x1b[K"  # to the end of the line
 
@@ -113,6 +116,10 @@ class _FollowedLog:
     pending: str = ""
     since: float = 0.0
     cut: bool = False  # whether an incomplete line was shown: its rest may be a bare line end
+    errors: RankErrors | None = None  # of a rank's stderr, unless all of it is to be shown
+    rank: int = 0
+    held: list[str] = field(default_factory=list)  # from the head of a traceback on
+    held_since: float = 0.0
     decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
     )
@@ -123,7 +130,8 @@ class LogTail:
 
     An unbuffered ``print("x", 1)`` arrives as four writes. A line is shown when it is complete, so that the
     lines of several ranks never mix. A line that stays incomplete is shown after a second. On a terminal a
-    progress bar is one line, which the next state or line overwrites.
+    progress bar is one line, which the next state or line overwrites. A traceback is held until it is whole,
+    for a second at most.
     """
 
     def __init__(self) -> None:
@@ -136,22 +144,39 @@ class LogTail:
     def start(self) -> None:
         self._thread.start()
 
-    def follow(self, path: Path, *, prefix: str, out: StandardStream, drop: str = "") -> None:
-        """Show the lines of a file, which need not exist yet, without a leading ``drop``."""
+    def follow(
+        self,
+        path: Path,
+        *,
+        prefix: str,
+        out: StandardStream,
+        drop: str = "",
+        rank: int = 0,
+        errors: RankErrors | None = None,
+    ) -> None:
+        """Show the lines of a file, which need not exist yet, without a leading ``drop``.
+
+        Tracebacks are those of ``rank``, and ``errors`` shortens them.
+        """
         with self._lock:
             if out is not None and out.isatty():
                 status = self._status
             else:
                 status = None
-            self._sources.append(_FollowedLog(path, prefix, out, drop, status))
+            self._sources.append(_FollowedLog(path, prefix, out, drop, status, errors=errors, rank=rank))
+
+    def drain(self) -> None:
+        """Show everything that the files have by now."""
+        with self._lock:
+            self._pump_all(last=True)
 
     def stop(self) -> None:
         """Show the rest, and end the thread."""
         self._stopping.set()
         self._thread.join()
         with self._lock:
-            for source in _by_last_write(self._sources):
-                _pump(source, last=True)
+            self._pump_all(last=True)
+            for source in self._sources:
                 if source.file is not None:
                     source.file.close()
             self._sources.clear()
@@ -161,8 +186,14 @@ class LogTail:
     def _run(self) -> None:
         while not self._stopping.wait(_INTERVAL_S):
             with self._lock:
-                for source in _by_last_write(self._sources):
-                    _pump(source, last=False)
+                self._pump_all(last=False)
+
+    def _pump_all(self, *, last: bool) -> None:
+        for source in _by_last_write(self._sources):
+            _pump(source, last=last)
+        for source in self._sources:
+            if source.errors is not None:
+                _print_lines(source, source.errors.take_notes(last=last))
 
 
 def _by_last_write(sources: Iterable[_FollowedLog]) -> list[_FollowedLog]:
@@ -196,6 +227,8 @@ def _pump(source: _FollowedLog, *, last: bool) -> None:
         if source.pending and not chunk and (last or late):
             lines.append(source.pending.strip("\r"))
             source.pending, source.cut = "", True
+        if source.errors is not None:
+            lines = _shorten_tracebacks(source, source.errors, lines, is_over=last and not chunk)
         if lines or source.state:
             _write(source, lines)
         if len(chunk) < _CHUNK and not (last and chunk):
@@ -241,8 +274,34 @@ def _take_overwritten(source: _FollowedLog) -> list[str]:
     return shown
 
 
+def _shorten_tracebacks(
+    source: _FollowedLog, errors: RankErrors, lines: list[str], *, is_over: bool
+) -> list[str]:
+    """Return the lines to show now, and hold those of a traceback that may not be whole."""
+    lines = [line.removeprefix(source.drop) for line in lines]
+    now = time.monotonic()
+    if not source.held:
+        if HEAD not in lines:
+            return lines
+        head = lines.index(HEAD)
+        lines, source.held = lines[:head], lines[head:]
+        source.held_since = now
+    else:
+        source.held += lines
+        lines = []
+    is_late = now - source.held_since > _GRACE_S
+    is_whole = now - source.since > _QUIET_S and is_complete(source.held)
+    if is_over or is_late or is_whole:
+        lines += errors.shorten(source.rank, source.held)
+        source.held = []
+    return lines
+
+
 def _write(source: _FollowedLog, lines: list[str]) -> None:
-    shown = (source.prefix + line.removeprefix(source.drop) for line in lines)
+    _print_lines(source, [source.prefix + line.removeprefix(source.drop) for line in lines])
+
+
+def _print_lines(source: _FollowedLog, lines: list[str]) -> None:
     try:
         if source.status is not None:
             if lines:
@@ -250,7 +309,7 @@ def _write(source: _FollowedLog, lines: list[str]) -> None:
             elif source.state:
                 source.status.show(source.out, source.prefix + source.state)
                 source.state = ""
-        source.out.write("".join(f"{line}\n" for line in shown))
+        source.out.write("".join(f"{line}\n" for line in lines))
         source.out.flush()
     except (OSError, ValueError):
         return  # the reader is gone (a closed pipe); the job continues

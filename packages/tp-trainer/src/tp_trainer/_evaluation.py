@@ -11,6 +11,7 @@ from tp_trainer._checks import check_callable, check_loader, check_model
 from tp_trainer._metrics import Metric, Predictions, check_metrics, evaluate, named_loaders
 from tp_trainer._preparation import Preparation
 from tp_trainer._running._context import RunContexts
+from tp_trainer._running._drift import compare_prepared
 from tp_trainer._steps._loaders import gather_rows, gather_with_gradients
 from tp_trainer._steps._step import RunStep, Step
 
@@ -48,6 +49,7 @@ class Evaluation:
         preparation = self._preparation
         prepared = preparation.prepare_model(model)
         session = preparation.session
+        compare_prepared(preparation, before="evaluate()")
         results: dict[str, Any] = {}
         for prefix, each in loaders.items():
             batches = preparation.prepare_loader(each, shard=shard, training=False)

@@ -10,6 +10,7 @@ from tp_core.state import check_weights_name
 from tp_trainer._checkpoint._adapters import export_adapters, export_merged, is_adapter, load_adapter
 from tp_trainer._checkpoint._model_files import export_model, load_model, save_model
 from tp_trainer._preparation import Preparation
+from tp_trainer._running._drift import compare_prepared
 
 
 def _check_first(method: str, model: object) -> None:
@@ -43,6 +44,7 @@ class ModelFiles:
             )
             raise ConfigError(msg)
         prepared = self._preparation.prepare_model(model)
+        compare_prepared(self._preparation, before="save_model()")
         save_model(self._preparation.session, prepared, path)
 
     def load(self, model: nn.Module, path: str | os.PathLike[str], *, name: str | None) -> None:
@@ -78,6 +80,7 @@ class ModelFiles:
             raise ConfigError(msg)
         prepared = self._preparation.prepare_model(model)
         session = self._preparation.session
+        compare_prepared(self._preparation, before="export()")
         if adapter:
             export_adapters(session, prepared, place)
         elif merged:

@@ -40,6 +40,7 @@ class Preparation:
         current: The session, or ``None`` before the first model.
         scaler: The scale of the losses, with "fp16-mixed".
         shares: The shares of the batches that loaders yielded; ``None`` with a single data rank.
+        warns_of_drift: Whether no loop of the user's own was told yet that ranks hold different parameters.
         make_trial: With "fastest", returns a trainer with these settings on a named backend. ``fit`` times it
             before anything is opened. ``None`` once the backend is chosen.
     """
@@ -61,11 +62,13 @@ class Preparation:
         self.scaler = LossScaler() if precision == "fp16-mixed" else None
         self.current: Session | None = None
         self.shares: BatchShares | None = None
+        self.warns_of_drift = True
         self._choice = ""  # the line on the backend, until a run has shown it
         self._epochs: Epochs | None = None
         self._drawn_from: int | None = (
             None  # the seed of the numbers that training drew for a share of batches
         )
+        self._optimizers: list[weakref.ref[Optimizer]] = []
         self._latest: Callable[[], nn.Module | None] = lambda: None  # the model that was prepared last
 
     # -- the session ----------------------------------------------------------------------------
@@ -217,7 +220,17 @@ class Preparation:
         """Prepare an optimizer; with "fp16-mixed" it refuses scaled gradients."""
         if self.scaler is not None:
             self.scaler.guard(optimizer)
-        return self.session.prepare_optimizer(optimizer)
+        prepared = self.session.prepare_optimizer(optimizer)
+        if prepared not in self.optimizers().values():
+            self._optimizers.append(weakref.ref(prepared))
+        return prepared
+
+    def optimizers(self) -> dict[str, Optimizer]:
+        """Return the prepared optimizers, by names in the order of their preparation."""
+        found = [each for reference in self._optimizers if (each := reference()) is not None]
+        if len(found) == 1:
+            return {"optimizer": found[0]}
+        return {f"optimizer {number}": each for number, each in enumerate(found)}
 
     def prepare_loader(
         self, loader: Iterable[Any], *, shard: bool = True, training: bool = True, watched: bool = False

@@ -40,6 +40,7 @@ from tp_trainer._checks import (
     recognize_fit,
     recognize_prepare,
 )
+from tp_trainer._opening._agreement import check_same_optimizers
 from tp_trainer._opening._session import LazySession, Options, check_name, options_by_backend
 from tp_trainer._opening._uncaught import with_brief_errors
 from tp_trainer._peer_names import ARGUMENTS, ATTRIBUTES, BY_VALUE, LOOP_ARGUMENTS
@@ -418,6 +419,9 @@ class Trainer:
         in_order = sorted(range(len(objects)), key=lambda i: not isinstance(objects[i], nn.Module))
         done = {i: self._prepare(objects[i], shard=shard, training=training) for i in in_order}
         prepared = tuple(done[i] for i in range(len(objects)))
+        if models and self._preparation.optimizers() and session.world_size > 1:
+            # Not of an optimizer alone, which a rank may prepare by itself: of a model all ranks do it.
+            check_same_optimizers(session, self._preparation.optimizers(), beside=None)
         if len(prepared) == 1:
             return prepared[0]
         return prepared

@@ -31,6 +31,7 @@ class SteppingDataParallel(DistributedDataParallel):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         self.training = module.training  # torch's wrapper starts in training mode, whatever the module's is
+        self._own_modules = len(self._modules)
         self._frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
         self._trained = [(n, p, p.dtype) for n, p in module.named_parameters() if p.requires_grad]
         self._hooked: set[str] = set()
@@ -135,6 +136,10 @@ class SteppingDataParallel(DistributedDataParallel):
         )
         raise ModelError(msg)
 
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        """Refuse a new part of the model: its gradients would not be averaged."""
+        raise ModelError(_replaced(f"[{key!r}]", value))
+
     def run(self, body: Callable[..., R], *arguments: Any) -> R:
         """Return ``body(module, *arguments)``, run within this wrapper's forward.
 
@@ -176,6 +181,9 @@ class SteppingDataParallel(DistributedDataParallel):
         stay different on each rank. torch reports that only in the next forward: after an optimizer step,
         or never after the last step. Parameters that were frozen when DDP was made it ignores for good.
         """
+        if len(self._modules) != self._own_modules:
+            name, value = list(self._modules.items())[-1]
+            raise ModelError(_replaced(f".{name}", value))
         for name, parameter, dtype in self._trained:
             if parameter.dtype is not dtype:
                 msg = (
@@ -218,6 +226,14 @@ class SteppingDataParallel(DistributedDataParallel):
             "the ranks wait for the gradients of all of them; use each in every step, freeze what is never "
             "trained, or give the backend's option find_unused_parameters=True"
         )
+
+
+def _replaced(part: str, value: object) -> str:
+    return (
+        f"the part {part} of the model was set to a {type(value).__name__} after it was prepared for several "
+        f"ranks, which use the part of before; set it first: model{part} = ..., and then "
+        "trainer.prepare(model, optimizer, loader)"
+    )
 
 
 def _listed(names: list[str]) -> str:

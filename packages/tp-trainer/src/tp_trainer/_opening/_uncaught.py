@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from tp_core.discovery import OWN_PACKAGES
 from tp_core.errors import DisagreementError, TpError
-from tp_core.launching import LOST_RANK, tells_of_lost_rank
+from tp_core.launching import EXIT_REPORT, LOST_RANK, tells_of_lost_rank
 from tp_core.output import print_to_stderr
 
 P = ParamSpec("P")
@@ -75,8 +75,9 @@ class UncaughtHook:
     """An excepthook that shows an exception without the frames of tp and torch between the user's own.
 
     A rank that ends only because another one is gone shows a line. All ranks raise a ``DisagreementError``:
-    the first of each host shows the script's line, the others the message alone. ``TP_TRACEBACK=full`` has
-    all frames of all ranks. Hooks of others, as of services that collect errors, get all frames, too.
+    the first of each host shows the script's line, the others the message alone, unless ``tp launch`` shows
+    their output. ``TP_TRACEBACK=full`` has all frames of all ranks. Hooks of others, as of services that
+    collect errors, get all frames, too.
 
     Attributes:
         ends_process: Whether the process gets 15 seconds to exit.
@@ -113,7 +114,9 @@ class UncaughtHook:
                     each.__traceback__ = None
                 else:
                     each.__traceback__ = trimmed(its_trace, error=each)
-            if isinstance(error, DisagreementError) and os.environ.get("LOCAL_RANK", "0") != "0":
+            # `tp launch` shows what its ranks have in common once; other launchers show all of it.
+            is_repeated = os.environ.get("LOCAL_RANK", "0") != "0" and EXIT_REPORT not in os.environ
+            if isinstance(error, DisagreementError) and is_repeated:
                 error.__traceback__ = None
             self._show(kind, error, error.__traceback__)
         finally:

@@ -12,6 +12,9 @@ from tp_core.plugins import Session
 from tp_core.state import slice_of
 from tp_core.tensors import TensorSlice
 
+from tp_trainer._opening._agreement import check_same_optimizers
+from tp_trainer._preparation import Preparation
+
 log = get_logger("tp_trainer")
 
 _MOST_AT_ONCE = 1 << 21  # elements that are summed at once
@@ -144,25 +147,26 @@ class DriftWatch:
             return name
         return f"{model}.{name}"
 
-    def compare(self, everyones: Sequence[Mapping[Place, TensorSum]], *, step: int) -> None:
-        """Compare the sums of all ranks, which hold the same values where they have the same place."""
+    def compare(self, everyones: Sequence[Mapping[Place, TensorSum]], *, when: str) -> bool:
+        """Warn unless all ranks have equal sums in the same places; return whether they have."""
         first: dict[Place, tuple[int, TensorSum]] = {}
         for rank, sums in enumerate(everyones):
             for place, tensor_sum in sums.items():
                 holder, expected = first.setdefault(place, (rank, tensor_sum))
                 if tensor_sum.differs(expected):
-                    self._warn(place[0], holder, rank, step)
-                    return
+                    self._warn(place[0], holder, rank, when)
+                    return False
+        return True
 
-    def _warn(self, name: str, first_rank: int, other: int, step: int) -> None:
+    def _warn(self, name: str, first_rank: int, other: int, when: str) -> None:
         self._warns = False
         if name in self._buffers:
             log.warning(
-                "after step %d the ranks %d and %d hold different values of the buffer %r: forward writes it "
+                "%s the ranks %d and %d hold different values of the buffer %r: forward writes it "
                 "on each rank, from its own rows of a batch, and what rank %d has is kept: a queue or a "
                 "running mean has the rows of that one. Gather the rows of all ranks before, as by "
                 "trainer.all_gather in the step",
-                step,
+                when,
                 first_rank,
                 other,
                 name,
@@ -170,18 +174,43 @@ class DriftWatch:
             )
             return
         log.warning(
-            "after step %d the ranks %d and %d hold different values of the parameter %r, which they should "
-            "have in common: the program has changed it on each rank in another way, as by random numbers "
-            "that it draws between two steps (noise, a layer that is initialized anew), or by the rank's own "
-            "rows of a batch (a codebook). Draw them in a callback's on_optimizer_step, where all ranks draw "
-            "the same, or with generator=torch.Generator().manual_seed(run.step); gather rows before, as by "
-            "trainer.all_gather. Checkpoints have the values of rank %d",
-            step,
+            "%s the ranks %d and %d hold different values of the parameter %r, which they should have in "
+            "common: the program has changed it on each rank in another way, or on one rank alone: by "
+            "weights that it loads or an optimizer step under `if trainer.is_main`, by random numbers that "
+            "it draws between two steps (noise, a layer that is initialized anew), or by the rank's own rows "
+            "of a batch (a codebook). Load and step on every rank; draw numbers in a callback's "
+            "on_optimizer_step, where all ranks draw the same, or with "
+            "generator=torch.Generator().manual_seed(run.step); gather rows before, as by "
+            "trainer.all_gather. What is saved is rank %d's",
+            when,
             first_rank,
             other,
             name,
             first_rank,
         )
+
+
+def compare_prepared(preparation: Preparation, *, before: str) -> None:
+    """Compare what ranks hold in common where no loop does it: their optimizers' settings and parameters.
+
+    Args:
+        preparation: Has the session, and the prepared models and optimizers.
+        before: The call that every rank makes, for the message.
+
+    Raises:
+        DisagreementError: Settings of an optimizer differ.
+
+    Collectives: as in `Session.gather_objects`, on several ranks.
+    """
+    session = preparation.session
+    if session.world_size == 1:
+        return
+    models = {preparation.known_model(model) for model in preparation.models()}
+    named = {str(number): model for number, model in enumerate(models) if model is not None}
+    watch = DriftWatch(session, named if preparation.warns_of_drift else {})
+    everyones = check_same_optimizers(session, preparation.optimizers(), beside=watch.sums())
+    if session.is_main and not watch.compare(everyones, when=f"before {before}"):
+        preparation.warns_of_drift = False
 
 
 def _named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

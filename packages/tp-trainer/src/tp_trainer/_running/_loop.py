@@ -876,7 +876,7 @@ class Loop:
         session, drift = self._session, self._drift
         if session.world_size > 1:
             everyones = check_same_optimizers(session, self.optimizers, beside=drift.sums())
-            drift.compare(everyones, step=self.step)
+            drift.compare(everyones, when=f"after step {self.step}")
 
     def _write(self, captured: Captured | None) -> None:
         """Write a captured state into a checkpoint.

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from numbers import Real
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
@@ -310,6 +311,8 @@ def gather_rows(session: Session, value: Any, *, is_nothing: bool) -> Any:
                 "what is gathered must be tensors with a first dimension over samples, alone or in "
                 f"dicts, lists and tuples; got {type(leaf).__name__}: {leaf!r:.80}"
             )
+            if isinstance(leaf, Real):
+                msg += "; for its mean over ranks write trainer.session.reduce(torch.tensor(value))"
             raise StepError(msg)
     if session.data_size > 1:
         # With different shapes a collective would hang, or copy bytes into tensors of another shape.
