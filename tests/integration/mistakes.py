@@ -1,6 +1,7 @@
 """Mistakes that people make, as calls: each must end in an error that names what was given and what to do."""
 
 import torch
+import tp_context
 import tp_data
 import tp_dp_gather
 import tp_pipeline
@@ -15,7 +16,7 @@ from tp_accelerate import Accelerator
 from tp_context import ContextOptions
 from tp_core import recursive_to, resolve_devices
 from tp_core.plugins import Backend, Callback, Verdict, registry
-from tp_launch import launch
+from tp_launch import LaunchRequest, execute, launch
 from tp_lightning import Trainer as LightningTrainer
 from tp_trainer import (
     Checkpoints,
@@ -190,6 +191,21 @@ def fit_on(backend, **options):
 
 def run(function, items, **options):
     return list(tp_runner.map(function, items, **{"engine": "inline"} | options))
+
+
+def stages(**options):
+    return tp_pipeline.PipelineOptions(**options)
+
+
+def requested(**options):
+    execute(LaunchRequest(**{"script": __file__} | options))
+
+
+class ReturnsFalse(Callback):
+    """Ends a run as in Keras."""
+
+    def on_step_end(self, run):
+        return False
 
 
 def use_after_close():
@@ -1445,6 +1461,424 @@ MISTAKES = {
     "a scheduler that the step moves": (
         moved_scheduler,
         "the step has called step() of the scheduler, StepLR, which fit() does; leave it out of the step",
+    ),
+    "a number to gather": (
+        lambda: in_own_loop(lambda own, net, optimizer, batch: own.gather_for_metrics(3.0)),
+        "for its mean over ranks write trainer.session.reduce(torch.tensor(value))",
+    ),
+    "a callback that returns False": (
+        lambda: fit(step=step, callbacks=[ReturnsFalse()]),
+        "on_step_end() of the callback ReturnsFalse returned False, which does not end the run, as it ",
+    ),
+    "an option for a monitor": (
+        lambda: callbacks.LearningRateMonitor(x=1),
+        "LearningRateMonitor() has no argument 'x'; it has: none",
+    ),
+    "a monitor's option of Lightning": (
+        lambda: callbacks.LearningRateMonitor(logging_interval="step"),
+        "write LearningRateMonitor(), and LogOptions(..., every_steps=10) for fewer rows",
+    ),
+    "launch: the option of mpirun": (
+        lambda: requested(nproc_per_node="p"),
+        "got 'p'; -np is -n here: tp launch -n 2 script.py",
+    ),
+    "launch: a number with a fraction": (
+        lambda: launch(abs, 2.5, 1),
+        "must be 1 or more processes, or 'auto'; got 2.5",
+    ),
+    "launch: a path to execute": (
+        lambda: execute("train.py"),
+        "got 'train.py'; write execute(LaunchRequest(script='train.py', nproc_per_node=2))",
+    ),
+    "launch: processes by a short name": (
+        lambda: requested(nproc=2),
+        "no argument 'nproc'; write LaunchRequest(script='train.py', nproc_per_node=2)",
+    ),
+    "launch: arguments in one text": (
+        lambda: requested(args="--lr 1"),
+        "args must be a tuple of texts, as ('--lr', '0.1'), got one text, '--lr 1'",
+    ),
+    "launch: arguments behind the script": (
+        lambda: requested(script=f"{__file__} --lr 0.1"),
+        "give its arguments by themselves, on a command line without quotes, in a LaunchRequest as args",
+    ),
+    "launch: a script that is not there": (
+        lambda: requested(script="nowhere.py"),
+        "give the path of a Python file, or -m and the name of a module",
+    ),
+    "launch: hosts in words": (
+        lambda: requested(nnodes="two"),
+        "must be a number or MIN:MAX, such as 2 or 1:4",
+    ),
+    "launch: hosts that do not meet": (
+        lambda: requested(nnodes="2"),
+        "give every host the same --rdzv-endpoint HOST:PORT, with the address of one of them",
+    ),
+    "launch: restarts below 0": (
+        lambda: requested(max_restarts=-1),
+        "--max-restarts must be 0 or more, got -1",
+    ),
+    "launch: no time to end": (lambda: requested(grace_s=-1), "--grace-s must be 0 seconds or more, got -1"),
+    "launch: logs in a number": (
+        lambda: requested(log_dir=3),
+        "--log-dir must be the path of a directory, got 3",
+    ),
+    "pipeline: cuts by number": (
+        lambda: stages(cuts=[2, 4]),
+        "must be a list of the names of modules with which stages begin, each once",
+    ),
+    "pipeline: a cut twice": (
+        lambda: stages(cuts=["2", "2"]),
+        "each once, as in ['layers.4', 'layers.8']; got ['2', '2']",
+    ),
+    "pipeline: the chunks of others": (
+        lambda: stages(chunks=4),
+        "no argument 'chunks'; write PipelineOptions(microbatches=4)",
+    ),
+    "pipeline: another spelling of a number": (
+        lambda: stages(micro_batches=4),
+        "no argument 'micro_batches'; did you mean 'microbatches'?",
+    ),
+    "pipeline: parts below 0": (
+        lambda: stages(microbatches=-1),
+        "PipelineOptions(microbatches=...) must not be negative, got -1",
+    ),
+    "pipeline: parts as text": (
+        lambda: stages(microbatches="4"),
+        "PipelineOptions(microbatches=...) must be a whole number, got '4'",
+    ),
+    "pipeline: the schedule first": (
+        lambda: tp_pipeline.PipelineOptions("1F1B"),
+        "PipelineOptions(ranks=...) must be a whole number, got '1F1B'",
+    ),
+    "pipeline: no rank": (lambda: stages(ranks=0), "must be -1 for all ranks, or their number, got 0"),
+    "pipeline: torch's name of a schedule": (
+        lambda: stages(schedule="ScheduleGPipe"),
+        "must be one of 'GPipe', '1F1B', 'LoopedBFS', 'Interleaved1F1B'",
+    ),
+    "pipeline: two stages where there is one": (
+        lambda: stages(stages_per_rank=2),
+        "has one stage on each rank, got stages_per_rank=2; take 'Interleaved1F1B' for several",
+    ),
+    "pipeline: a sharing of others": (
+        lambda: stages(data="zero"),
+        "PipelineOptions(data=...) must be one of 'ddp', 'fsdp', got 'zero'",
+    ),
+    "pipeline: names as a number": (
+        lambda: stages(samples=3),
+        "PipelineOptions(samples=...) must be a list of names, got 3",
+    ),
+    "pipeline: a truth to broadcast": (
+        lambda: stages(broadcast=True),
+        "PipelineOptions(broadcast=...) must be a list of names, got True",
+    ),
+    "pipeline: a name that is cut and whole": (
+        lambda: stages(samples="x", broadcast="x"),
+        "and broadcast=... what each micro-batch needs whole: ['x'] cannot be both",
+    ),
+    "pipeline: a trace without a file": (
+        lambda: stages(trace=True),
+        "must be the path of a file, as 'run/stages.trace.json', got True",
+    ),
+    "context: no rank": (
+        lambda: ContextOptions(context=0),
+        "must be -1 for all ranks, or their number, got 0",
+    ),
+    "context: a sequence by number": (
+        lambda: ContextOptions(sequence=1),
+        "must map names of the batch's tensors to the dimension of the sequence, from 0",
+    ),
+    "context: fewer tokens than none": (
+        lambda: ContextOptions(check_tokens=-1),
+        "ContextOptions(check_tokens=...) must not be negative, got -1",
+    ),
+    "context: positions of a tensor": (
+        lambda: tp_context.positions(ROWS),
+        "got a tensor of shape (4, 3); write positions(tokens.size(1))",
+    ),
+    "context: positions that are fractions": (
+        lambda: tp_context.positions(8.0),
+        "positions() takes a number of tokens, got 8.0; write",
+    ),
+    "context: a list to gather": (
+        lambda: tp_context.gather([1, 2]),
+        "gather() takes a tensor, such as (batch, tokens, features), got list",
+    ),
+    "shard: no plan": (
+        lambda: ts.parallelize(layers(), {}),
+        "the plan is empty, and splits nothing; plans.auto(model, batch) makes one from a batch",
+    ),
+    "shard: the plan first": (
+        lambda: ts.parallelize({"0": ts.Column()}, layers()),
+        "parallelize(model, plan) takes a model first, which is made, and then the plan, got dict",
+    ),
+    "shard: a class to split": (
+        lambda: ts.parallelize(nn.Linear, {"": ts.Column()}),
+        "parallelize(model, plan) takes a model first, which is made, and then the plan, got type",
+    ),
+    "shard: a style that is not made": (
+        lambda: ts.parallelize(layers(), {"0": ts.Column}),
+        "the plan's '0' is a Column(), Row(), Vocab()",
+    ),
+    "shard: a layer by number": (
+        lambda: ts.parallelize(layers(), {0: ts.Column()}),
+        "a plan has names of layers, as in model.named_modules(), got 0; write '0'",
+    ),
+    "shard: a weight for a layer": (
+        lambda: ts.parallelize(layers(), {"0.weight": ts.Column()}),
+        "the plan's ['0.weight'] fit no layer; the layers are '0', '1', '2'",
+    ),
+    "shard: the sequence as text": (
+        lambda: ts.parallelize(layers(), {"0": ts.Column(), "2": ts.Row()}, sequence_dim="1"),
+        "sequence_dim is counted from the end and is not the features: -2 or less, got '1'",
+    ),
+    "shard: the dimension of a style": (
+        lambda: ts.Column(dim=1),
+        "write Column() to split output features, or Row() to split input features",
+    ),
+    "shard: no head": (lambda: ts.Column(heads=0), "must be a whole number from 1, or None, got 0"),
+    "shard: the dimension for the bias": (
+        lambda: ts.nn.ParallelLinear(4, 4, 1),
+        "bias must be True or False, got 1; the split dimension has a name: dim=1",
+    ),
+    "shard: the dimension as text": (
+        lambda: ts.nn.ParallelLinear(4, 4, dim="out"),
+        "0 (input features) or None (not split), got 'out'",
+    ),
+    "shard: heads that do not divide": (
+        lambda: ts.nn.ParallelAttention(10, 3),
+        "dim=10 features are divided over the heads, and heads=3 does not divide them",
+    ),
+    "shard: ranks of none": (
+        lambda: ts.ShardOptions(group_size=0),
+        "ShardOptions(group_size=...) must be -1 for all ranks, or their number, got 0",
+    ),
+    "shard: a sharing of others": (
+        lambda: ts.ShardOptions(data="zero"),
+        "'auto', 'ddp', 'fsdp' or FullyShard",
+    ),
+    "shard: a file for the folder": (
+        lambda: ts.save_sharded(layers(), "m.pt"),
+        "'m.pt' is the name of a file; write 'm', or export(model, 'model.safetensors') for one file",
+    ),
+    "shard: clipping below 0": (
+        lambda: ts.clip_grad_norm_(layers(), -1.0),
+        "max_norm must be a number from 0, got -1.0",
+    ),
+    "shard: decay as text": (
+        lambda: ts.parameter_groups(layers(), weight_decay="0.1"),
+        "weight_decay must be a number from 0, or None for the optimizer's, got '0.1'",
+    ),
+    "shard: a seed as text": (
+        lambda: ts.RandomTracker("0"),
+        "seed must be a whole number, the same on all ranks, got '0'",
+    ),
+    "shard: a summary of a name": (
+        lambda: ts.summary("model"),
+        "summary() takes a model, a torch.nn.Module, got str: 'model'",
+    ),
+    "shard: a state for another rank": (
+        lambda: ts.collect_state_dict(layers(), layers().state_dict(), to="rank1"),
+        "a state is collected to 'all' ranks or to 'rank0', got 'rank1'",
+    ),
+    "shard: a class beyond the last": (
+        lambda: ts.nn.functional.parallel_cross_entropy(ROWS, torch.tensor([0, 1, 2, 3])),
+        "target 3 on rank 0 is not one of 3 classes, 0 to 2, nor ignore_index=-100",
+    ),
+    "shard: targets that are fractions": (
+        lambda: ts.nn.functional.parallel_cross_entropy(ROWS, torch.ones(4)),
+        "targets are classes, as integers; got torch.float32 of shape (4,)",
+    ),
+    "shard: a token beyond the table": (
+        lambda: ts.nn.ParallelEmbedding(10, 4)(torch.tensor([10])),
+        "token 10 is not in the table: it has 10 rows, 0 to 9",
+    ),
+    "data: a table of commas": (
+        lambda: tp_data.Stream("data.csv"),
+        "or not, got 'data.csv'; read others with their own library, and give their rows as a list",
+    ),
+    "data: a folder": (
+        lambda: tp_data.Stream("."),
+        "'.' is a folder; give a pattern of its files: '*.jsonl'",
+    ),
+    "data: a loader": (
+        lambda: tp_data.Stream(loader()),
+        "a source has samples, and a DataLoader makes batches of them; give its dataset: loader.dataset",
+    ),
+    "data: a generator": (
+        lambda: tp_data.Stream(row for row in ROWS),
+        "got generator; for iterators give Iterables(factory, shards)",
+    ),
+    "data: a pattern of no file": (
+        lambda: tp_data.Stream("no-*.jsonl"),
+        "no file matches 'no-*.jsonl' (from ",
+    ),
+    "data: workers of DataLoader": (
+        lambda: load(num_workers=2),
+        "Loader() has no argument 'num_workers'; did you mean 'workers'?",
+    ),
+    "data: the shuffle of DataLoader": (
+        lambda: load(shuffle=True),
+        "Loader() has no argument 'shuffle', which belongs to Stream()",
+    ),
+    "data: the last batch of DataLoader": (
+        lambda: load(drop_last=True),
+        "no argument 'drop_last'; write Loader(stream, BatchSize(8, last='drop'))",
+    ),
+    "data: the collate function of DataLoader": (
+        lambda: load(collate_fn=list),
+        "no argument 'collate_fn'; write Loader(stream, BatchSize(8, collate=collate_fn))",
+    ),
+    "data: a path for the stream": (
+        lambda: tp_data.Loader("lines.jsonl", 4),
+        "a Loader needs a Stream, got str; write Loader(Stream(...), ...)",
+    ),
+    "data: weights as a list": (
+        lambda: samples(mixture=[0.5, 0.5]),
+        "mixture must be a dict of weights by the names of the sources, as {'a': 0.7, 'b': 0.3}",
+    ),
+    "data: weights of nothing": (lambda: samples(mixture={"a": 0}), "must add up to 1, and {'a': 0} to 0"),
+    "data: a transform by name": (
+        lambda: samples(transform="lower"),
+        "transform must be a function of a sample, got str: 'lower'",
+    ),
+    "data: no temperature": (
+        lambda: samples(temperature=0),
+        "1 keeps the weights, above 1 they are more equal",
+    ),
+    "data: a seed for the shuffle": (
+        lambda: samples(shuffle=42),
+        "shuffle=42: give True, False or Shuffle(...)",
+    ),
+    "data: an epoch as text": (lambda: load().set_epoch("2"), "epoch must be a whole number from 0, got '2'"),
+    "data: files by number": (
+        lambda: tp_data.TextLines(3),
+        "files are a path or a list of paths, got int: 3",
+    ),
+    "data: a list for a factory": (
+        lambda: tp_data.Iterables([1, 2], 1),
+        "takes a function that returns the samples of a shard, got list; write Iterables(lambda shard: ...",
+    ),
+    "data: tokens in thousands": (
+        lambda: tp_data.TokenBudget("8k"),
+        "tokens='8k': give a whole number above 0",
+    ),
+    "data: another way to pack": (
+        lambda: tp_data.Packed(8, how="greedy"),
+        "how='greedy': take one of 'best-fit', 'concat'",
+    ),
+    "data: another name of tokens": (
+        lambda: next(iter(tp_data.Loader(tp_data.Stream([{"ids": [1]}]), tp_data.TokenBudget(8)))),
+        "but ['ids']; tokenize the samples first, or name the field: TokenBudget(length=...)",
+    ),
+    "data: errors ignored": (
+        lambda: load(errors="ignore"),
+        "a sample that cannot be loaded can 'raise' or be 's",
+    ),
+    "data: a state of others": (
+        lambda: load().load_state_dict({"epoch": 3}),
+        "this is no state of tp_data's Loader: it lacks ['batch', 'order', 'position', 'sources']",
+    ),
+    "verify: a class for the builder": (
+        lambda: verify(nn.Linear),
+        "build is a function without arguments, and Linear() is missing a required argument: 'in_features'",
+    ),
+    "verify: a builder that returns nothing": (
+        lambda: verify(lambda: None),
+        "build has to return the plain model, a torch.nn.Module, and returned NoneType",
+    ),
+    "verify: an optimizer that is made": (
+        lambda: verify(optimizer=torch.optim.SGD(layers().parameters(), lr=0.1)),
+        "write optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1)",
+    ),
+    "verify: an optimizer by name": (
+        lambda: verify(optimizer="adam"),
+        "got 'adam'; write optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1)",
+    ),
+    "verify: ranks as text": (
+        lambda: verify(ranks="2"),
+        "ranks must be a number of processes, or a pool of them, got '2'",
+    ),
+    "verify: a batch of one row": (
+        lambda: verify(batches=(DATA[:1],)),
+        "a batch has 1 rows, and 2 ranks with 1 micro-batches need 2: give larger batches, or fewer ranks",
+    ),
+    "verify: clipping below 0": (
+        lambda: verify(max_norm=-1),
+        "max_norm is a number above 0, or None for no clipping, got -1",
+    ),
+    "verify: an option of others": (
+        lambda: verify(nprocs=2),
+        "verify() has no argument 'nprocs'; it has: build",
+    ),
+    "tuple: the batch for the function": (
+        lambda: tp_tuple.tp_collate(2)([1, 2, 3]),
+        "tp_collate(2) makes one of yours: write collate_fn=tp_collate(2)(collate_fn), or default_collate(2)",
+    ),
+    "tuple: the function for the devices": (
+        lambda: tp_tuple.tp_collate(list),
+        "ndevices must be a number or a list of devices, got <class 'list'>",
+    ),
+    "tuple: no device": (lambda: tp_tuple.tp_collate(0), "ndevices must be at least 1, got 0"),
+    "tuple: a number for the cost": (
+        lambda: tp_tuple.tp_collate(2, cost=3),
+        "cost must be a function of an item, which returns its work as a number, got 3",
+    ),
+    "tuple: weights by a name": (
+        lambda: tp_tuple.tp_collate(2, weights="speed"),
+        "weights must be numbers, 'memory', 'auto' or a Speeds, got 'speed'",
+    ),
+    "tuple: devices by another name": (
+        lambda: tp_tuple.TupleParallel(model(), devices=TWO),
+        "does not have the option devices=['cpu', 'cpu'] (unknown; did you mean 'device_ids'?)",
+    ),
+    "tuple: a reduction by name": (
+        lambda: tp_tuple.TupleParallel(model(), TWO, reduction="mean"),
+        "reduction must be a function of the outputs, got 'mean'; give options by name",
+    ),
+    "tuple: another order": (
+        lambda: tp_tuple.restore_order(torch.ones(3), [0, 1]),
+        "the order is one of 2 rows, and there are 3",
+    ),
+    "dp-gather: gathering by another name": (
+        lambda: tp_dp_gather.DataParallel(model(), TWO, gather=False),
+        "(pass gather_to_one_device=..., which says whether outputs meet on one device)",
+    ),
+    "dp-gather: a dimension by name": (
+        lambda: tp_dp_gather.DataParallel(model(), TWO, dim="batch"),
+        "dim must be at least 0, got 'batch'; it is the dimension of the rows",
+    ),
+    "dp-gather: rows that are not in parts": (
+        lambda: tp_dp_gather.DataParallel(model(), TWO, inputs_are_scattered=True)(ROWS),
+        "must be a tuple or list with one part per device, got a tensor of shape (4, 3)",
+    ),
+    "dp-gather: a loss of whole outputs": (
+        lambda: tp_dp_gather.DataParallel(model(), TWO).apply_loss(nn.MSELoss(), ROWS, ROWS),
+        "make them with gather_to_one_device=False or except_keywords",
+    ),
+    "runner: a time by a short name": (
+        lambda: run(abs, [1], timeout=3),
+        "unknown option 'timeout' of engine 'inline'; did you mean 'timeout_s'?",
+    ),
+    "runner: another number of tries": (
+        lambda: run(abs, [1], retries=3),
+        "unknown option 'retries' of engine 'inline'; did you mean 'max_retries'?",
+    ),
+    "runner: a bar of others": (
+        lambda: run(abs, [1], progress="tqdm"),
+        "progress must be True, False or 'auto' (on a terminal or in a notebook), got 'tqdm'",
+    ),
+    "runner: a seed as text": (
+        lambda: run(abs, [1], seed="1"),
+        "seed must be a whole number of at least 0, got '1'",
+    ),
+    "runner: a stage that is no function": (
+        lambda: tp_runner.Pipeline(engine="inline").map(3),
+        "a stage takes a function of an item, got int: 3",
+    ),
+    "runner: settings in a list": (
+        lambda: tp_runner.OrderedRunner(cfg=[1], engine="inline"),
+        "cfg must be a mapping, a namespace, a dataclass or None, got list: [1]; wrap it: cfg={'value': ...}",
     ),
 }
 

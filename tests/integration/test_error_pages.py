@@ -10,6 +10,8 @@ from importlib.resources import files
 import pytest
 from tp_core.errors import StateError, TpError
 
+from tests.run_tp import run
+
 PAGE = files("tp_core.cli").joinpath("errors.md").read_text()
 MODULES = [import_module(f"{package}.errors") for package in ("tp_core", "tp_runner", "tp_shard")]
 ERRORS = [getattr(module, name) for module in MODULES for name in module.__all__]
@@ -42,3 +44,12 @@ def test_an_error_of_a_plugin_is_explained_by_the_one_above_it():
 
     assert TornError.anchor() == "errors#state-error"
     assert TpError.anchor() == "errors#tp-error"
+
+
+@pytest.mark.parametrize(("word", "meant"), [("nonsense", ""), ("step", "; did you mean 'step-error'?")])
+def test_a_word_that_is_no_error_is_answered_with_those_that_are(word, meant, capsys):
+    assert run(["explain", word]) == 2
+    said = capsys.readouterr().err
+    assert (
+        f"no error of tp is called {word!r}{meant}; those that have a section: config-error, device" in said
+    )

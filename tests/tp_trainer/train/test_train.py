@@ -175,7 +175,10 @@ def test_parameters_without_a_keyword_are_passed_by_position(capsys):
         (["values_script.py:main", "--widht", "3"], "unrecognized arguments: --widht 3"),
         (["values_script.py:main", "--width", "x"], "--width: expected int, got x; "),
         (["values_script.py:main", "--width", "3", "--config", "no.yaml"], "File does not exist"),
-        (["values_script.py:main", "--config", "typo.yaml"], "'widht' is not accepted"),
+        (
+            ["values_script.py:main", "--config", "typo.yaml"],
+            "'widht' is not accepted; did you mean 'width'?",
+        ),
         (["values_script.py:main", "--config", "broken.yaml"], "Problems parsing config"),
         (["values_script.py:untyped"], "cannot be options"),
         (["values_script.py:taken"], "cannot be options"),

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ModelError
 from tp_trainer import Trainer
 
@@ -71,6 +72,29 @@ def test_a_part_of_a_sequence_is_taken_in_a_step_or_from_the_plain_model(two_ran
         assert message.startswith("the model's part [0] is not called from outside of a step")
         assert message.endswith("trainer.session.unwrap(model)[0]")
         assert shape == (2, 2)
+
+
+def _replaced():
+    with Trainer(seed=0, devices="cpu", progress=False) as trainer:
+        model = trainer.prepare(nn.Sequential(nn.Linear(2, 2)))
+        with pytest.raises(ModelError) as refused:
+            model[0] = nn.Linear(2, 3)
+        by_number = str(refused.value)
+        model.head = nn.Linear(2, 3)
+        optimizer = torch.optim.SGD(trainer.session.unwrap(model).parameters(), lr=0.1)
+        data = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+        with pytest.raises(ModelError) as refused:
+            trainer.fit(model, optimizer, data, step=lambda model, batch: model(batch[0]).mean())
+        return by_number, str(refused.value)
+
+
+def test_a_part_that_is_replaced_after_the_preparation_is_refused(two_ranks):
+    for by_number, by_name in two_ranks.run(_replaced):
+        for part, message in (("[0]", by_number), (".head", by_name)):
+            assert message.startswith(
+                f"the part {part} of the model was set to a Linear after it was prepared"
+            )
+            assert f"set it first: model{part} = ..., and then trainer.prepare(model" in message
 
 
 def test_what_can_be_called_is_called_in_a_step_or_from_the_plain_model(two_ranks):

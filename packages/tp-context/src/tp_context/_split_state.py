@@ -114,6 +114,9 @@ def gather(slices: Tensor, dim: int = 1) -> Tensor:
         >>> gather(torch.ones(1, 3)).shape
         torch.Size([1, 3])
     """
+    if not isinstance(slices, Tensor):
+        msg = f"gather() takes a tensor, such as (batch, tokens, features), got {type(slices).__name__}"
+        raise StepError(msg)
     cuts = split_states.current.cuts
     if cuts is None:
         return slices
@@ -144,6 +147,10 @@ def positions(tokens: int, *, device: torch.device | str | None = None) -> Tenso
         >>> positions(3)
         tensor([0, 1, 2])
     """
+    if isinstance(tokens, Tensor | float) or tokens < 0:
+        got = f"a tensor of shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else repr(tokens)
+        msg = f"positions() takes a number of tokens, got {got}; write positions(tokens.size(1))"
+        raise StepError(msg)
     cut = split_states.slice_of(tokens)
     if cut is None:
         return torch.arange(tokens, device=device)

@@ -149,6 +149,9 @@ def find_files(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     """
     if isinstance(files, str | os.PathLike):
         patterns = [files]
+    elif not isinstance(files, Iterable):
+        msg = f"files are a path or a list of paths, got {type(files).__name__}: {files!r:.80}"
+        raise ConfigError(msg)
     else:
         patterns = list(files)
     paths: list[str] = []

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, count, islice
 from os import PathLike
 from pathlib import Path
@@ -218,7 +219,17 @@ def _unchanged(value: Any) -> Any:
     return value
 
 
-@explain_init
+_explain_loader = partial(
+    explain_init,
+    instead={
+        "collate_fn": "Loader(stream, BatchSize(8, collate=collate_fn))",
+        "drop_last": "Loader(stream, BatchSize(8, last='drop'))",
+        "sampler": "Loader(Stream(..., shuffle=True), 8)",
+    },
+)
+
+
+@_explain_loader
 class Loader:
     """An iterable over batches of a stream; each iteration is an epoch, or what is left of one.
 
@@ -369,6 +380,9 @@ class Loader:
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, from its beginning."""
+        if not isinstance(epoch, int) or epoch < 0:
+            msg = f"epoch must be a whole number from 0, got {epoch!r}"
+            raise ConfigError(msg)
         self._epoch, self._resumes = epoch, False
         self._state = {"epoch": epoch, "batch": 0, "position": 0}
 

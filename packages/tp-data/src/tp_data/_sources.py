@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker as torch_worker
 from tp_core.errors import ConfigError, LoaderError
 from tp_core.messages import check_installed
@@ -396,6 +397,12 @@ class Iterables(Source):
         Raises:
             ConfigError: There is no shard, or no sample.
         """
+        if not callable(factory):
+            msg = (
+                "Iterables(factory, shards) takes a function that returns the samples of a shard, got "
+                f"{type(factory).__name__}; write Iterables(lambda shard: ..., shards)"
+            )
+            raise ConfigError(msg)
         self._factory, self._every = factory, every
         self._name = name or getattr(factory, "__name__", type(factory).__name__)
         self._states: list[list[Any]] = []  # of each shard, None for what does not lead to its samples
@@ -707,6 +714,19 @@ def source_of(data: Any, access: Access | None = None) -> Source:
             )
             raise ConfigError(msg)
         return Iterables(partial(_whole, data), 1, name=kind.__name__)
+    if isinstance(data, str) and Path(data).is_dir():
+        msg = f"{data!r} is a folder; give a pattern of its files: {str(Path(data, '*.jsonl'))!r}"
+        raise ConfigError(msg)
+    if isinstance(data, str):
+        msg = (
+            f"a source is a path, URL or pattern of files that end in {', '.join(_SUFFIXES)}, with .gz, "
+            f".bz2, .xz or .zst behind it or not, got {data!r}; read others with their own library, and give "
+            "their rows as a list"
+        )
+        raise ConfigError(msg)
+    if isinstance(data, DataLoader):
+        msg = "a source has samples, and a DataLoader makes batches of them; give its dataset: loader.dataset"
+        raise ConfigError(msg)
     msg = (
         "a source is a path, URL or pattern of files, a sequence, or one of tp_data's classes, got "
         f"{kind.__name__}; for iterators give Iterables(factory, shards)"

@@ -90,6 +90,17 @@ class Stream:
             msg = f"a stream needs sources, by names that are texts, got {list(named)}"
             raise ConfigError(msg)
         self.sources: dict[str, Source] = {name: source_of(given, access) for name, given in named.items()}
+        if transform is not None and not callable(transform):
+            msg = (
+                f"transform must be a function of a sample, got {type(transform).__name__}: {transform!r:.80}"
+            )
+            raise ConfigError(msg)
+        if mixture is not None and not isinstance(mixture, Mapping):
+            msg = (
+                "mixture must be a dict of weights by the names of the sources, as {'a': 0.7, 'b': 0.3}, got "
+                f"{mixture!r:.80}"
+            )
+            raise ConfigError(msg)
         self.seed, self.repeat, self._transform = seed, repeat, transform
         sizes = {name: len(source) for name, source in self.sources.items()}
         if until not in ("first", "all"):

@@ -28,9 +28,10 @@ _DEFAULTS = {"cpu_keywords": [], "minibatch": False, "batch_outputs": True}
 _SUCCESSORS = {
     "cpu_keywords": "everything is moved; keep it in an object without a .to method, or let forward move it",
     "minibatch": "pass inputs_are_scattered=True, which takes one batch per device",
+    "gather": "pass gather_to_one_device=..., which says whether outputs meet on one device",
     "batch_outputs": "pass gather_to_one_device=False, which returns one output per device",
 }
-"""Options of the DataParallel that this one follows: their defaults, and what to pass instead."""
+"""Options of others: the defaults of the DataParallel that this one follows, and what to pass instead."""
 
 
 class DataParallel(ReplicaWrapper):
@@ -95,8 +96,8 @@ class DataParallel(ReplicaWrapper):
                 f"{gather_to_one_device!r} and {inputs_are_scattered!r}; give options by name"
             )
             raise ConfigError(msg)
-        if dim < 0:
-            msg = f"dim must be at least 0, got {dim}"
+        if not isinstance(dim, int) or dim < 0:
+            msg = f"dim must be at least 0, got {dim!r}; it is the dimension of the rows"
             raise ConfigError(msg)
         keywords = as_names("except_keywords", except_keywords)
         if not gather_to_one_device and keywords:

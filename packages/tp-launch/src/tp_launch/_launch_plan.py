@@ -7,9 +7,11 @@ import sys
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from tp_core.arguments import explain_init
 from tp_core.errors import ConfigError
 from tp_core.launching import ON_TERMINAL, available_cores, check_process_count
 from tp_core.messages import did_you_mean, file_meant
@@ -29,6 +31,13 @@ _TRUE = {"1", "true", "t", "yes", "y"}
 _FALSE = {"0", "false", "f", "no", "n"}
 
 
+_explain_request = partial(
+    explain_init,
+    instead=dict.fromkeys(("nproc", "processes", "n"), "LaunchRequest(script='train.py', nproc_per_node=2)"),
+)
+
+
+@_explain_request
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
     """One run of a script on processes of this host, and maybe of other hosts.
@@ -160,6 +169,18 @@ class LaunchPlan:
 
 def make_plan(request: LaunchRequest) -> LaunchPlan:
     """Fill in the defaults of a request, and refuse one that cannot work."""
+    if not isinstance(request, LaunchRequest):
+        msg = (
+            f"execute() takes a LaunchRequest, got {request!r:.80}; write "
+            "execute(LaunchRequest(script='train.py', nproc_per_node=2))"
+        )
+        raise ConfigError(msg)
+    if request.log_dir is not None and not isinstance(request.log_dir, str | os.PathLike):
+        msg = f"--log-dir must be the path of a directory, got {request.log_dir!r}"
+        raise ConfigError(msg)
+    if isinstance(request.args, str):
+        msg = f"args must be a tuple of texts, as ('--lr', '0.1'), got one text, {request.args!r}"
+        raise ConfigError(msg)
     nproc = _process_count(request.nproc_per_node)
     min_nodes, max_nodes = _node_counts(request.nnodes)
     _check_script(request)
@@ -207,6 +228,14 @@ def make_plan(request: LaunchRequest) -> LaunchPlan:
 def _check_script(request: LaunchRequest) -> None:
     if not request.module:
         if not Path(request.script).exists():
+            path, _, rest = request.script.partition(" ")
+            if rest and Path(path).exists():
+                words = ", ".join(map(repr, rest.split()))
+                msg = (
+                    f"there is no script {request.script!r}, but a {path!r}: give its arguments by "
+                    f"themselves, on a command line without quotes, in a LaunchRequest as args=({words},)"
+                )
+                raise ConfigError(msg)
             msg = (
                 f"there is no script {request.script!r} in {Path.cwd()}; give the path of a Python "
                 f"file, or -m and the name of a module{file_meant(Path(request.script))}"
@@ -256,10 +285,14 @@ def _process_count(requested: int | str) -> int:
         return max(1, torch.accelerator.device_count())
     try:
         count = int(requested)
-    except ValueError:
+    except (TypeError, ValueError):
+        count = 0
+    if isinstance(requested, bool) or (isinstance(requested, float) and count != requested):
         count = 0
     if count < 1:
         msg = f"-n/--nproc-per-node must be 1 or more processes, or 'auto'; got {requested!r}"
+        if requested == "p":  # of -np 2, which is mpirun's
+            msg += "; -np is -n here: tp launch -n 2 script.py"
         raise ConfigError(msg)
     check_process_count("-n/--nproc-per-node", count)
     return count

@@ -2,9 +2,10 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
-from tp_core.arguments import check_above_zero, explain_init
+from tp_core.arguments import as_names, check_above_zero, explain_init
 from tp_core.errors import ConfigError
 
 ScheduleName = Literal[
@@ -36,7 +37,18 @@ def default_depth(schedule: str) -> int:
     return 2
 
 
-@explain_init
+_explain_options = partial(
+    explain_init,
+    instead={
+        "chunks": "PipelineOptions(microbatches=4)",
+        "num_microbatches": "PipelineOptions(microbatches=4)",
+        "num_stages": "PipelineOptions(ranks=2)",
+        "split_spec": "PipelineOptions(cuts=['layers.4'])",
+    },
+)
+
+
+@_explain_options
 @dataclass(frozen=True, slots=True)
 class PipelineOptions:
     """The options of the backend ``pipeline``.
@@ -98,6 +110,11 @@ class PipelineOptions:
                 choices = ", ".join(map(repr, allowed))
                 msg = f"PipelineOptions({name}=...) must be one of {choices}, got {getattr(self, name)!r}"
                 raise ConfigError(msg)
+        for name in ("ranks", "stages_per_rank", "microbatches", "microbatch_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                msg = f"PipelineOptions({name}=...) must be a whole number, got {value!r}"
+                raise ConfigError(msg)
         if self.ranks != -1 and self.ranks < 1:
             msg = f"PipelineOptions(ranks=...) must be -1 for all ranks, or their number, got {self.ranks}"
             raise ConfigError(msg)
@@ -134,6 +151,21 @@ class PipelineOptions:
             msg = (
                 "the schedule 'auto' decides how many stages a rank has; name a schedule to give "
                 "stages_per_rank or cuts"
+            )
+            raise ConfigError(msg)
+        samples = as_names("PipelineOptions(samples=...)", self.samples)
+        broadcast = as_names("PipelineOptions(broadcast=...)", self.broadcast)
+        both = sorted(set(samples) & set(broadcast))
+        if both:
+            msg = (
+                f"PipelineOptions(samples=...) has an entry for each sample, and broadcast=... what each "
+                f"micro-batch needs whole: {both} cannot be both"
+            )
+            raise ConfigError(msg)
+        if isinstance(self.trace, bool):
+            msg = (
+                "PipelineOptions(trace=...) must be the path of a file, as 'run/stages.trace.json', got "
+                f"{self.trace!r}"
             )
             raise ConfigError(msg)
         if self.cuts is not None:

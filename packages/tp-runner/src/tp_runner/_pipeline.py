@@ -140,6 +140,9 @@ class Pipeline:
         n_workers: int | None,
         name: str,
     ) -> Self:
+        if not callable(function):
+            msg = f"a stage takes a function of an item, got {type(function).__name__}: {function!r:.80}"
+            raise ConfigError(msg)
         if devices is None and n_workers is None:
             own = None
         else:

@@ -42,6 +42,12 @@ class ShardOptions:
 
     def __post_init__(self) -> None:
         check_above_zero(self, "bucket_cap_mb")
+        if not isinstance(self.group_size, int) or (self.group_size < 1 and self.group_size != -1):
+            msg = (
+                "ShardOptions(group_size=...) must be -1 for all ranks, or their number, got "
+                f"{self.group_size!r}"
+            )
+            raise ConfigError(msg)
         if self.data in ("auto", "ddp"):
             return
         if self.fully_sharded is None:

@@ -114,6 +114,10 @@ def _check_digests(folder: Path) -> None:
             raise StateError(msg)
 
 
+_OF_FILES = {".bin", ".pt", ".pth", ".safetensors"}
+"""The suffixes of single files."""
+
+
 def save_sharded(
     model: nn.Module, path: str | os.PathLike[str], *, optimizer: Optimizer | None = None
 ) -> None:
@@ -136,9 +140,15 @@ def save_sharded(
 
     Collectives: those of ``torch.distributed.checkpoint``, and some of small objects, over all ranks.
     """
+    folder = Path(path)
+    if folder.suffix in _OF_FILES:
+        msg = (
+            f"save_sharded(model, folder) writes a folder, and {os.fspath(path)!r} is the name of a file; "
+            f"write {str(folder.with_suffix(''))!r}, or export(model, 'model.safetensors') for one file"
+        )
+        raise ConfigError(msg)
     model = unwrap(model)
     reshard(model)
-    folder = Path(path)
     cut = shard_spec(model, own=True)
     tensors = _together(lambda: collect_state(model, optimizer, cut=cut), "collect the state")
     doing = f"write {folder}"

@@ -77,6 +77,9 @@ def clip_grad_norm_(
         >>> bool(clip_grad_norm_(model, 1.0) > 1)
         True
     """
+    if isinstance(max_norm, str) or not max_norm >= 0:
+        msg = f"max_norm must be a number from 0, got {max_norm!r}"
+        raise ConfigError(msg)
     if isinstance(parameters, nn.Module):
         if _debug.state.enabled:
             check_gradients(parameters, group=group)
@@ -380,6 +383,9 @@ def parameter_groups(model: nn.Module, *, weight_decay: float | None = None) -> 
         >>> [(g["name"], len(g["params"])) for g in parameter_groups(model, weight_decay=0.1)]
         [('replicated, decayed', 1), ('replicated', 1)]
     """
+    if weight_decay is not None and (isinstance(weight_decay, str) or not weight_decay >= 0):
+        msg = f"weight_decay must be a number from 0, or None for the optimizer's, got {weight_decay!r}"
+        raise ConfigError(msg)
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -103,10 +103,14 @@ def _parser_of(target: str, function: Callable[..., Any]) -> "ArgumentParser":
 
 
 def _suggestion(parser: "ArgumentParser", message: str) -> str:
+    names = set(parser.get_defaults().keys())  # which also has the names within groups
+    in_file = re.search(r"Option '([\w.]+)' is not accepted", message)
+    if in_file is not None:
+        return did_you_mean(in_file[1], names)
     unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
-    options = {f"--{name}" for name in parser.get_defaults().keys()}  # noqa: SIM118 - keys() also has the names within groups
     if unknown is None:
         return ""
+    options = {f"--{name}" for name in names}
     return did_you_mean(unknown[1], options | {"--help", "--print-config"})
 
 

@@ -958,6 +958,7 @@ class Trainer:
         preparation = self._preparation
         prepared = preparation.prepare_model(model)
         if not self._has_run_backward:
+            check_model("update()", model)
             check_gradients("update()", parameters_of(optimizer))
         from tp_trainer._steps._optimizer_step import GradientRules, OptimizerStep
 

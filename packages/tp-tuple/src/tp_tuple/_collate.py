@@ -281,11 +281,18 @@ def tp_collate(
     if count < 1:
         msg = f"ndevices must be at least 1, got {count}"
         raise ConfigError(msg)
+    if cost is not None and not callable(cost):
+        msg = f"cost must be a function of an item, which returns its work as a number, got {cost!r}"
+        raise ConfigError(msg)
     resolved = resolve_weights(weights, count, devices)
 
     def decorator(collate_fn: Callable[[Any], Any]) -> TupleCollate:
         if not callable(collate_fn):
-            msg = f"a collate function must be callable, got {type(collate_fn).__name__}: {collate_fn!r:.80}"
+            msg = (
+                "a collate function must be callable, got "
+                f"{type(collate_fn).__name__}: {collate_fn!r:.80}; tp_collate(2) makes one of yours: write "
+                "collate_fn=tp_collate(2)(collate_fn), or default_collate(2) for torch's own"
+            )
             raise ConfigError(msg)
         return TupleCollate(collate_fn, Splitter(count, weights=resolved, cost=cost, select=select))
 

@@ -1,5 +1,6 @@
 """`verify`: the reference on one process, the strategy on real ranks, and the comparison."""
 
+import inspect
 import math
 import tempfile
 import time
@@ -312,9 +313,19 @@ def _on_ranks(
         return _Runs(task, exact, records, _on_pool(reload_on, timeout_s, load_task, saving, strategy))
 
 
+_FUNCTIONS = {
+    "step": "step=lambda model, batch: loss_of(model(batch))",
+    "optimizer": "optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1)",
+}
+"""What to write in place of something that is no function."""
+
+
 def _count_of(ranks: int | RankPool) -> int:
     if isinstance(ranks, int):
         return ranks
+    if not isinstance(ranks, RankPool):
+        msg = f"ranks must be a number of processes, or a pool of them, got {ranks!r:.80}"
+        raise ConfigError(msg)
     return ranks.processes
 
 
@@ -338,9 +349,17 @@ def _check(task: TrainingTask, strategy: Strategy, count: int) -> None:
     if isinstance(task.build, nn.Module):
         msg = f"build is a function that returns the plain model, got a model, {type(task.build).__name__}"
         raise ConfigError(msg)
+    if inspect.isclass(task.build) or inspect.isfunction(task.build):
+        try:
+            inspect.signature(task.build).bind()
+        except TypeError as error:
+            name = task.build.__name__
+            msg = f"build is a function without arguments, and {name}() is {error}; write lambda: {name}(...)"
+            raise ConfigError(msg) from None
     for what, function in (("step", task.step), ("optimizer", task.make_optimizer)):
         if not callable(function):
-            msg = f"{what} is a function, got {function!r:.60}"
+            got = " ".join(repr(function).split())
+            msg = f"{what} is a function, got {got:.60}; write {_FUNCTIONS[what]}"
             raise ConfigError(msg)
     if task.max_norm is not None and not task.max_norm > 0:
         msg = f"max_norm is a number above 0, or None for no clipping, got {task.max_norm!r}"

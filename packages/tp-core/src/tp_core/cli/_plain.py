@@ -81,7 +81,10 @@ def section_of(error: str) -> str:
     by_name = sections()
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", error.rpartition("#")[2].rpartition(".")[2]).lower()
     if name not in by_name:
-        msg = f"no error of tp is called {error!r}{did_you_mean(name, by_name)}"
+        meant = did_you_mean(name, by_name)
+        if f"{name}-error" in by_name:
+            meant = f"; did you mean '{name}-error'?"
+        msg = f"no error of tp is called {error!r}{meant}; those that have a section: {', '.join(by_name)}"
         raise ConfigError(msg)
     return by_name[name]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tp_core.errors import StateError
+from tp_core.errors import ConfigError, StateError
 from tp_core.random import device_rng_state, seed_device, set_device_rng_state
 
 from tp_shard._groups._group import Group, GroupLike, as_group
@@ -33,6 +33,9 @@ class RandomTracker:
     """
 
     def __init__(self, seed: int, *, group: GroupLike = None) -> None:
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            msg = f"seed must be a whole number, the same on all ranks, got {seed!r}"
+            raise ConfigError(msg)
         self.group: Group = as_group(group)
         self.seed = seed
         self._forks: list[list[int]] = []  # per open fork: the number drawn, the `_shared` blocks

@@ -210,10 +210,26 @@ def parallelize(
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         msg = f"the model is wrapped in {type(model).__name__}; parallelize the plain one and wrap it then"
         raise ModelError(msg)
+    if not isinstance(model, nn.Module):
+        msg = (
+            "parallelize(model, plan) takes a model first, which is made, and then the plan, got "
+            f"{type(model).__name__}: {model!r:.80}"
+        )
+        raise ModelError(msg)
     if not isinstance(plan, Mapping):
         msg = f"a plan is a dict from names to styles, as {{'*.up_proj': ts.Column()}}, got {plan!r:.80}"
         raise ConfigError(msg)
+    if not plan:
+        msg = (
+            "the plan is empty, and splits nothing; plans.auto(model, batch) makes one from a batch of yours"
+        )
+        raise ConfigError(msg)
     for pattern, style in plan.items():
+        if not isinstance(pattern, str):
+            msg = (
+                f"a plan has names of layers, as in model.named_modules(), got {pattern!r}; write '{pattern}'"
+            )
+            raise ConfigError(msg)
         if not isinstance(style, Style):
             styles = "a Column(), Row(), Vocab(), Sequence(), Replicated(), Local(), Gathered() or Experts()"
             msg = f"the plan's {pattern!r} is {styles}, got {style!r}"
@@ -225,8 +241,10 @@ def parallelize(
     chosen = with_inner_layers(named)
     if sequence_dim is None and any(isinstance(s, Sequence | Gathered) for s in plan.values()):
         sequence_dim = -2
-    if sequence_dim is not None and sequence_dim > -2:
-        msg = f"sequence_dim is counted from the end and is not the features: -2 or less, got {sequence_dim}"
+    if sequence_dim is not None and (not isinstance(sequence_dim, int) or sequence_dim > -2):
+        msg = (
+            f"sequence_dim is counted from the end and is not the features: -2 or less, got {sequence_dim!r}"
+        )
         raise ConfigError(msg)
     if sequence_dim is None:
         sequence = None

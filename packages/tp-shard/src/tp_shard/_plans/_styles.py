@@ -2,11 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
+
+from tp_core.arguments import explain_init
+from tp_core.errors import ConfigError
 
 from tp_shard.nn._heads import Holds
 
+_explain_style = partial(
+    explain_init, instead={"dim": "Column() to split output features, or Row() to split input features"}
+)
 
+
+@_explain_style
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
     """A linear layer with split output features, or a table of numbers for each head.
@@ -30,7 +39,11 @@ class Column:
     kv_heads: int | None = None
     holds: Holds = "q"
 
+    def __post_init__(self) -> None:
+        _check_heads("Column", self.heads, self.kv_heads)
 
+
+@_explain_style
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """A linear layer with split input features.
@@ -45,6 +58,16 @@ class Row:
 
     heads: int | None = None
     kv_heads: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_heads("Row", self.heads, self.kv_heads)
+
+
+def _check_heads(style: str, heads: int | None, kv_heads: int | None) -> None:
+    for name, value in (("heads", heads), ("kv_heads", kv_heads)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            msg = f"{style}({name}=...) must be a whole number from 1, or None, got {value!r}"
+            raise ConfigError(msg)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from torch import nn
+from tp_core.errors import ModelError
 
 from tp_shard._shards import ParallelLayer
 from tp_shard.nn._layers import ParallelLinear
@@ -75,6 +76,9 @@ def summary(model: nn.Module) -> Summary:
         0      column  (6, 4)  (6, 4)  120             none
         all                            120
     """
+    if not isinstance(model, nn.Module):
+        msg = f"summary() takes a model, a torch.nn.Module, got {type(model).__name__}: {model!r:.80}"
+        raise ModelError(msg)
     seen: set[int] = set()
     layers = []
     for name, module in model.named_modules():

@@ -70,6 +70,9 @@ class ParallelLinear(ParallelLayer, nn.Linear):
         group: GroupLike = None,
         ranges: tuple[tuple[tuple[int, int], ...], ...] | None = None,
     ) -> None:
+        if not isinstance(bias, bool) and bias is not None:  # None as torch has it
+            msg = f"bias must be True or False, got {bias!r}; the split dimension has a name: dim={bias!r}"
+            raise ConfigError(msg)
         nn.Module.__init__(self)  # nn.Linear's own would make the whole weight
         self._describe(
             in_features,

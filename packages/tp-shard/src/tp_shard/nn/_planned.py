@@ -8,7 +8,7 @@ from typing import Any, Literal, Self, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tp_core.errors import ModelError
+from tp_core.errors import ConfigError, ModelError
 from tp_core.modules import Mixin
 
 from tp_shard._groups import _debug
@@ -479,6 +479,9 @@ class ParallelAttention(nn.Module):
         group: GroupLike = None,
     ) -> None:
         super().__init__()
+        if heads < 1 or dim % heads:
+            msg = f"dim={dim} features are divided over the heads, and heads={heads} does not divide them"
+            raise ConfigError(msg)
         self.heads = heads
         self.kv_heads = heads if kv_heads is None else kv_heads
         self.causal = causal

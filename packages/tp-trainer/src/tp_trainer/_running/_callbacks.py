@@ -173,7 +173,7 @@ class Events:
         self._find()
 
     def _find(self) -> None:
-        self._calls: dict[str, list[tuple[Callable[..., None], Callback | None]]] = {}
+        self._calls: dict[str, list[tuple[Callable[..., object], Callback | None]]] = {}
         for name in _EVENTS:
             calls = self._calls[name] = []
             for callback in self.callbacks:
@@ -190,7 +190,8 @@ class Events:
     def send(self, name: str, *arguments: Any) -> None:
         for call, joined in self._calls[name]:
             if joined is None:
-                call(*arguments)
+                if call(*arguments) is False:
+                    raise ConfigError(_returned_false(call, name))
                 continue
             try:
                 call(*arguments)
@@ -209,6 +210,14 @@ class Events:
             number = numbers[kind] = numbers.get(kind, -1) + 1
             by_name[f"{kind}:{number}"] = callback
         return by_name
+
+
+def _returned_false(call: Callable[..., object], name: str) -> str:
+    callback = type(getattr(call, "__self__", call)).__name__
+    return (
+        f"{name}() of the callback {callback} returned False, which does not end the run, as it does "
+        'elsewhere; write run.stop("a reason"), or return nothing'
+    )
 
 
 def _overrides(callback: Callback, name: str) -> bool:

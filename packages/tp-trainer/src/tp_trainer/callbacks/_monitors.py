@@ -4,6 +4,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,22 @@ from tp_core.plugins import Callback, RunView
 
 from tp_trainer._checks import check_limit, check_positive
 
+_explain_monitor = partial(
+    explain_init,
+    instead={"logging_interval": "LearningRateMonitor(), and LogOptions(..., every_steps=10) for fewer rows"},
+)
 
+
+@_explain_monitor
 class LearningRateMonitor(Callback):
     """Logs the learning rate of each group of parameters after each optimizer step.
 
     "lr" where there is one group; else "lr/0", "lr/1" and so on, or "lr/name" of groups that have a "name".
     With several optimizers their names come first: "lr/generator/0". Groups without a rate are left out.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
 
     def on_step_end(self, run: RunView) -> None:
         """Log the rates of the next step."""
@@ -40,8 +50,12 @@ class LearningRateMonitor(Callback):
         run.log(**rates)
 
 
+@explain_init
 class GradientNorm(Callback):
     """Logs "grad_norm" in each optimizer step: the global norm of the gradients before they are clipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
 
     def on_optimizer_step(self, run: RunView, grad_norm: Tensor) -> None:
         """Log the norm; it stays on its device until numbers are read."""
