@@ -2,7 +2,10 @@
 
 import ast
 import json
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from importlib.metadata import version
 
@@ -30,6 +33,22 @@ def test_a_new_plugin_is_a_whole_package_under_its_own_name(kind, tmp_path):
     assert project["name"] == "acme-things"
     assert project["entry-points"]["tp.plugins"] == {"acme-things": "acme_things"}
     assert {"tp-plugin", f"tp-plugin-{kind}"} <= set(project["keywords"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_module_imports_no_torch(kind, tmp_path):
+    folder = new_plugin(kind, "acme", tmp_path)
+    code = "import sys, acme; print('torch' in sys.modules)"
+    path = os.pathsep.join([str(folder / "src"), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert done.stdout == "False\n"
 
 
 def test_it_requires_the_tp_core_that_wrote_it(tmp_path):

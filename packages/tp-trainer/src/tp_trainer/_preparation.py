@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tp_trainer._steps._loaders import BatchShares, Epochs
 
 log = get_logger("tp_trainer")
+
+T = TypeVar("T")
 
 
 class Preparation:
@@ -68,6 +70,8 @@ class Preparation:
         self._drawn_from: int | None = (
             None  # the seed of the numbers that training drew for a share of batches
         )
+        # In the order of their preparation, which all ranks have: what a rank has forgotten keeps its place.
+        self._models: list[weakref.ref[nn.Module]] = []
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._latest: Callable[[], nn.Module | None] = lambda: None  # the model that was prepared last
 
@@ -189,6 +193,10 @@ class Preparation:
         """Yield the prepared models."""
         return self._lazy.models()
 
+    def named_models(self) -> dict[str, nn.Module]:
+        """Return the prepared models, by names that they have on all ranks."""
+        return _named("model", self._models)
+
     def known_model(self, model: nn.Module) -> nn.Module | None:
         """Return the prepared model of a module, or ``None`` if it was not prepared."""
         return self._lazy.prepared(model)
@@ -213,6 +221,7 @@ class Preparation:
             if self.compile_options is not None:
                 session.compile_model(prepared)
             self._lazy.note_prepared(model, prepared)
+            self._models.append(weakref.ref(prepared))
         self._latest = weakref.ref(prepared)
         return prepared
 
@@ -226,11 +235,8 @@ class Preparation:
         return prepared
 
     def optimizers(self) -> dict[str, Optimizer]:
-        """Return the prepared optimizers, by names in the order of their preparation."""
-        found = [each for reference in self._optimizers if (each := reference()) is not None]
-        if len(found) == 1:
-            return {"optimizer": found[0]}
-        return {f"optimizer {number}": each for number, each in enumerate(found)}
+        """Return the prepared optimizers, by names that they have on all ranks."""
+        return _named("optimizer", self._optimizers)
 
     def prepare_loader(
         self, loader: Iterable[Any], *, shard: bool = True, training: bool = True, watched: bool = False
@@ -269,6 +275,16 @@ class Preparation:
         if batches is None or self.shares is None:
             return run
         return self.shares.in_steps(run, batches)
+
+
+def _named(kind: str, references: "list[weakref.ref[T]]") -> dict[str, T]:
+    """Return what lives of some objects, each by its kind, and its number if there are several."""
+    if len(references) == 1:
+        names = [kind]
+    else:
+        names = [f"{kind} {number}" for number in range(len(references))]
+    living = {name: reference() for name, reference in zip(names, references, strict=True)}
+    return {name: value for name, value in living.items() if value is not None}
 
 
 def _with_memory(job: Job, work: "StepParts | None") -> Iterable[Job]:

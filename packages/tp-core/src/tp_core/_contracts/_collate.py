@@ -2,10 +2,12 @@
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tp_core._contracts._backend import Verdict
-from tp_core._contracts._batch import Parts
+
+if TYPE_CHECKING:
+    from tp_core._contracts._batch import Parts  # imports torch, which the module of a plugin must not
 
 
 class CollateAdapter(abc.ABC):
@@ -29,7 +31,7 @@ class CollateAdapter(abc.ABC):
         parts: int,
         weights: Sequence[float] | None = None,
         cost: Callable[[Any], float] | None = None,
-    ) -> Callable[[list[Any]], Parts]:
+    ) -> "Callable[[list[Any]], Parts]":
         """Return a collate function that takes the same list of items and returns `Parts`.
 
         Args:

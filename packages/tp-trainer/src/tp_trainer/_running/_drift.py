@@ -205,9 +205,8 @@ def compare_prepared(preparation: Preparation, *, before: str) -> None:
     session = preparation.session
     if session.world_size == 1:
         return
-    models = {preparation.known_model(model) for model in preparation.models()}
-    named = {str(number): model for number, model in enumerate(models) if model is not None}
-    watch = DriftWatch(session, named if preparation.warns_of_drift else {})
+    models = preparation.named_models() if preparation.warns_of_drift else {}
+    watch = DriftWatch(session, models)
     everyones = check_same_optimizers(session, preparation.optimizers(), beside=watch.sums())
     if session.is_main and not watch.compare(everyones, when=f"before {before}"):
         preparation.warns_of_drift = False

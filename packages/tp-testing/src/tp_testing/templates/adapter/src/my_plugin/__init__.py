@@ -5,10 +5,12 @@ in functions only.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from tp_core.data import Parts
 from tp_core.plugins import CollateAdapter, Verdict, hookimpl
+
+if TYPE_CHECKING:
+    from tp_core.data import Parts
 
 tp_contract = 1
 
@@ -31,8 +33,9 @@ class MyPluginAdapter(CollateAdapter):
         parts: int,
         weights: Sequence[float] | None = None,
         cost: Callable[[Any], float] | None = None,
-    ) -> Callable[[list[Any]], Parts]:
+    ) -> "Callable[[list[Any]], Parts]":
         """Return a collate function that makes one batch for each device."""
+        from tp_core.data import Parts  # imports torch
 
         def collate(samples: list[Any]) -> Parts:
             hands = deal([(cost or len)(sample) for sample in samples], parts, weights)
