@@ -102,6 +102,12 @@ def test_a_rank_that_lost_another_one_has_a_line(tmp_path):
     assert errors.shown_by(1) == 1
 
 
+def test_an_error_of_its_own_is_shown_though_another_rank_was_lost_after_it(tmp_path):
+    chain = "\nDuring handling of the above exception, another exception occurred:\n\n"
+    text = traceback("ValueError: bad") + chain + traceback("RuntimeError: Connection closed by peer")
+    assert len(shown(tmp_path, text)) == len(text.splitlines())
+
+
 def test_ranks_that_timed_out_keep_their_frames(tmp_path):
     late = traceback("RuntimeError: Timed out waiting 1800000ms for recv operation to complete")
     assert len(shown(tmp_path, late)) == 4

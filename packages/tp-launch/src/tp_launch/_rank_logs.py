@@ -192,8 +192,9 @@ class LogTail:
         for source in _by_last_write(self._sources):
             _pump(source, last=last)
         for source in self._sources:
-            if source.errors is not None:
-                _print_lines(source, source.errors.take_notes(last=last))
+            notes = [] if source.errors is None else source.errors.take_notes(last=last)
+            if notes:
+                _print_lines(source, notes)
 
 
 def _by_last_write(sources: Iterable[_FollowedLog]) -> list[_FollowedLog]:

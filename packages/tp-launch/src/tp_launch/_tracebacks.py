@@ -92,7 +92,7 @@ def _parse(lines: list[str]) -> _Failure | None:
     return _Failure(tuple(frames), tuple(kinds), lines[end], lines[end + 1 :])
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _ShownError:
     """An error that was shown, the rank in whose lines, and the exceptions of other ranks that had it."""
 
@@ -176,7 +176,8 @@ def is_complete(lines: list[str]) -> bool:
 
 def _is_consequence(failure: _Failure) -> bool:
     """Return whether a failure says no more than that another rank is gone."""
-    if not failure.kinds[-1].endswith(_OF_LOST_RANKS):  # a script may have lost its own connections
+    # A script may have lost its own connections, or another rank while it handled an error of its own.
+    if not all(kind.endswith(_OF_LOST_RANKS) for kind in failure.kinds):
         return False
     # Of a timeout the frames count: ranks that wait in different places may all be alive.
     text = failure.exception.lower()
