@@ -384,6 +384,9 @@ class Trainer:
             ConfigError: There is no object, or one is none of these; or an optimizer has another model's
                 parameters.
             SelectionError: No backend fits, or the running session's backend does not fit a model.
+            DisagreementError: Settings of an optimizer differ by rank.
+
+        Collectives: the backend's for a model; and as in `Session.gather_objects`, if there is an optimizer.
 
         Example:
             >>> model, optimizer, loader = trainer.prepare(model, optimizer, loader)
@@ -1057,8 +1060,10 @@ class Trainer:
             LoaderError: A loader cannot be split over the ranks.
             StepError: The step returned what cannot be averaged, or nothing for a metric; or the metric
                 raised an error.
+            DisagreementError: Settings of a prepared optimizer differ by rank.
 
-        Collectives: broadcasts of buffers, gathers for the metrics, a gather and an all-reduce for the means.
+        Collectives: as in `Session.gather_objects`, broadcasts of buffers, gathers for the metrics, a gather
+        and an all-reduce for the means.
         """
         return self._evaluation.evaluate(model, loader, step=step, metrics=metrics, shard=shard)
 
@@ -1145,8 +1150,9 @@ class Trainer:
         Raises:
             ConfigError: The name ends in ".safetensors", and such files are read in that format.
             OSError: The file cannot be written; on every rank.
+            DisagreementError: Settings of an optimizer differ by rank.
 
-        Collectives: the backend's gathering of the state, one all-gather of objects.
+        Collectives: the backend's gathering of the state, two all-gathers of objects.
         """
         self._files.save(model, path)
 
