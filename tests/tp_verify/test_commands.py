@@ -56,6 +56,15 @@ def parts(model):
 
 def fails():
     return {**cases()[0], "parallel": parts}
+
+
+def waits(model):
+    while torch.distributed.is_initialized():
+        pass
+
+
+def hangs():
+    return {**cases()[0], "parallel": waits, "vary": False}
 """
 
 
@@ -92,6 +101,20 @@ def test_the_command_proves_and_names(tmp_path):
     (tmp_path / "script.py").write_text("raise SystemExit('it ran')")
     done = tp_verify(tmp_path, "script.py", "--dtype", "float32")
     assert "--dtype is for file.py:function; a script makes its model in a type of its own" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_hang_is_said_in_one_line_and_the_stacks_follow_where_they_are_asked_for(tmp_path):
+    (tmp_path / "mine.py").write_text(CASES)
+    hangs = tmp_path, "mine.py:hangs", "--timeout-s", "10"
+    (said,) = tp_verify(*hangs).stderr.strip().splitlines()
+    assert re.match(
+        r"tp verify: rank 0 had not ended at the deadline \(line \d+ of .*mine\.py, in waits; --trace", said
+    )
+    done = tp_verify(*hangs, "--traceback")
+    said, *stacks = done.stderr.strip().splitlines()
+    assert said == "tp verify: rank 0 had not ended at the deadline", done.stderr
+    assert len([line for line in stacks if line.endswith(" in waits")]) == 2, done.stderr
 
 
 TEST = """

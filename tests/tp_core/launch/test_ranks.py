@@ -115,13 +115,33 @@ def test_a_check_that_fails_ends_its_ranks_and_the_next_one_gets_new_ones(pool, 
     assert not {*before} & {*pool.run(os.getpid)}
 
 
+def waits():
+    threading.Event().wait()
+
+
+def waits_on_rank_1():
+    if rank():
+        waits()
+
+
 @pytest.mark.slow
-def test_a_check_that_hangs_is_ended_at_the_deadline():
+def test_a_check_that_hangs_is_ended_at_the_deadline(capfd):
     with RankPool(2, timeout_s=3.0) as ranks:
-        with pytest.raises(RankFailedError, match="had not ended at the deadline"):
-            ranks.run(lambda: threading.Event().wait() if rank() else None)
+        with pytest.raises(RankFailedError, match=r"^rank 1 had not ended at the deadline\n") as raised:
+            ranks.run(waits_on_rank_1)
         ranks.timeout_s = 600.0
         assert ranks.run(rank) == [0, 1]
+    assert " in waits_on_rank_1\n" in str(raised.value)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_fresh_ranks_that_hang_say_where(capfd):
+    with pytest.raises(RankFailedError, match=r"^rank 0 had not ended at the deadline\n") as raised:
+        run_ranks(waits, 2, timeout_s=3.0)
+    assert "\nrank 1 had not ended at the deadline\n" in str(raised.value)
+    assert str(raised.value).count(" in waits\n") == 2
+    assert capfd.readouterr().err == ""
 
 
 def test_a_failed_setup_is_raised_and_tried_again(tmp_path):

@@ -74,7 +74,7 @@ def verify_command(
     page: Annotated[Path | None, typer.Option("--html", help="Write a page to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
     with_traceback: Annotated[
-        bool, typer.Option("--traceback", help="Show the whole traceback of a rank that raises.")
+        bool, typer.Option("--traceback", help="Show the whole traceback of a rank that raises, or hangs.")
     ] = False,
 ) -> None:
     """Train on one device and in parallel, and name the first number that differs.
@@ -154,7 +154,7 @@ def verify_command(
             reports = verify_script(script, arguments or [], steps=steps, timeout_s=timeout_s)
         else:
             try:
-                reports = _verify_cases(program, processes, types)
+                reports = _verify_cases(program, processes, types, timeout_s)
             except RankFailedError as error:
                 if with_traceback:
                     raise
@@ -211,22 +211,30 @@ def _numbers(option: str, value: str | None) -> list[int]:
 
 
 def _in_short(failure: str) -> str:
-    """Return what a rank raised and where, of the whole traceback; what has none stays as it is."""
-    frames = re.findall(r'^ +File "(.+)", line (\d+), in (\S+)', failure, re.MULTILINE)
+    """Return what a rank raised and where, or where it hangs; what has no traceback stays as it is."""
+    first, *others = failure.strip().splitlines()
+    hangs = first.endswith("at the deadline")
+    if hangs:
+        failure, *_ = failure.split("\nrank ")  # the stacks of other ranks follow
+    frames = re.findall(r'^ +File "(.+)", line (\d+),? in (\S+)', failure, re.MULTILINE)
     if not frames:
         return failure
+    if hangs:
+        said = first
+        frames.reverse()  # stacks begin with the last call
+    else:
+        said = f"{first} {others[-1]}"
     # The user's last line; what it calls of torch says less.
     own = [frame for frame in frames if "site-packages" not in frame[0] and not _is_of_tp(frame[0])]
     file, line, function = (own or frames)[-1]
-    first, *_, last = failure.strip().splitlines()
-    return f"{first} {last} (line {line} of {file}, in {function}; --traceback shows all of it)"
+    return f"{said} (line {line} of {file}, in {function}; --traceback shows all of it)"
 
 
 def _is_of_tp(file: str) -> bool:
     return not OWN_PACKAGES.isdisjoint(Path(file).parts)
 
 
-def _verify_cases(program: str, ranks: int, types: Sequence[str]) -> list[VerifyReport]:
+def _verify_cases(program: str, ranks: int, types: Sequence[str], timeout_s: float) -> list[VerifyReport]:
     import torch
     from tp_core.builders import load_function
 
@@ -237,6 +245,5 @@ def _verify_cases(program: str, ranks: int, types: Sequence[str]) -> list[Verify
     if not isinstance(cases, list | tuple) or not cases or not all(isinstance(c, Mapping) for c in cases):
         msg = f"{program} has to return arguments of verify() as a dict, or a list of dicts; got {made!r:.60}"
         raise ConfigError(msg)
-    return [
-        verify(**{"ranks": ranks, "dtype": getattr(torch, name), **case}) for case in cases for name in types
-    ]
+    options = {"ranks": ranks, "timeout_s": timeout_s}
+    return [verify(**{**options, "dtype": getattr(torch, name), **case}) for case in cases for name in types]

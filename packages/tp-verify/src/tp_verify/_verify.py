@@ -292,9 +292,12 @@ def _trained(
         if time.monotonic() - began > limit:
             # Ranks waited until the deadline. If they do so on the user's batches, too, it is said next.
             fewer = fewer[-1:]
-        reason = str(error).strip().splitlines()[-1]
+        said = str(error).strip().splitlines()
+        reason = f"raise {said[-1]}"
+        if said[0].endswith("at the deadline"):  # stacks follow
+            reason = "do not end"
     runs = _trained(task, fewer, strategy, ranks, reload_on, timeout_s)
-    return replace(runs, refused=f"a batch of its own, {_shapes(made[0])}: ranks raise {reason}")
+    return replace(runs, refused=f"a batch of its own, {_shapes(made[0])}: ranks {reason}")
 
 
 def _on_ranks(

@@ -5,20 +5,23 @@ import faulthandler
 import gc
 import os
 import pickle
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TextIO, TypeAlias, cast
 
 from tp_core._launch._safe_path import safe_module_path
 from tp_core._pickles import dumps_by_value, pickled_by_value
@@ -111,12 +114,14 @@ class RankOutcome:
         error: Its error, as a traceback; ``None`` if it returned or was killed.
         exitcode: The process's exit status; minus the signal's number if one killed it; ``None``
             if it was ended at the deadline.
+        stacks: The stacks of its threads shortly before that deadline.
     """
 
     rank: int
     value: Any = None
     error: str | None = None
     exitcode: int | None = None
+    stacks: str = ""
 
     @property
     def ok(self) -> bool:
@@ -127,7 +132,7 @@ class RankOutcome:
         if self.error is not None:
             return f"rank {self.rank} raised:\n{self.error}"
         if self.exitcode is None:
-            return f"rank {self.rank} had not ended at the deadline"
+            return f"rank {self.rank} had not ended at the deadline\n{self.stacks}".rstrip()
         if self.exitcode < 0:
             return f"rank {self.rank} was killed by {signal.Signals(-self.exitcode).name}"
         return f"rank {self.rank} ended with status {self.exitcode}"
@@ -160,13 +165,16 @@ def run_ranks(
         environ: Further variables for the ranks.
 
     Raises:
-        RankFailedError: A rank raised, died or outlived the deadline; with its traceback.
+        RankFailedError: A rank raised, died or outlived the deadline; with its traceback, or the stacks of
+            all that did not end.
     """
     outcomes = rank_outcomes(function, processes, *args, timeout_s=timeout_s, environ=environ, together=True)
     failed = [o for o in outcomes if not o.ok]
     if failed:
         # One with a traceback explains most, then one that died; the parent ended the others.
         first = min(failed, key=lambda o: (o.error is None, o.exitcode in (None, 0)))
+        if first.error is None and first.exitcode is None:
+            raise RankFailedError("\n".join(map(str, failed)))
         raise RankFailedError(str(first))
     return [o.value for o in outcomes]
 
@@ -184,14 +192,15 @@ def rank_outcomes(
     Unless ``together`` is set, a rank that fails does not end the others.
     """
     payload = dumps((function, args))
-    ranks = start_ranks(
-        _run_rank,
-        processes,
-        environ,
-        args=(payload, list(sys.path)),
-        kwargs={"timeout_s": timeout_s, "stays": together},
-    )
-    return _collect(ranks, deadline=time.monotonic() + timeout_s, together=together)
+    with tempfile.TemporaryDirectory(prefix="tp-ranks-") as folder:
+        ranks = start_ranks(
+            _run_rank,
+            processes,
+            environ,
+            args=(payload, list(sys.path), folder),
+            kwargs={"timeout_s": timeout_s, "stays": together},
+        )
+        return _collect(ranks, folder, deadline=time.monotonic() + timeout_s, together=together)
 
 
 def start_ranks(
@@ -290,7 +299,9 @@ def _without_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _collect(ranks: "list[tuple[Any, Pipe]]", *, deadline: float, together: bool) -> list[RankOutcome]:
+def _collect(
+    ranks: "list[tuple[Any, Pipe]]", folder: str, *, deadline: float, together: bool
+) -> list[RankOutcome]:
     reports: dict[int, RankReport] = {}
     pending = {reader: rank for rank, (_, reader) in enumerate(ranks)}
     try:
@@ -312,10 +323,11 @@ def _collect(ranks: "list[tuple[Any, Pipe]]", *, deadline: float, together: bool
         for rank in reports:
             # The fork server reports the exit status, on a busy machine not at once.
             _exit_status(ranks[rank][0], max(5.0, deadline - time.monotonic()))
-        return [
-            RankOutcome(rank, *reports.get(rank, RankReport()), _exit_status(process, 0))
-            for rank, (process, _) in enumerate(ranks)
-        ]
+        outcomes = []
+        for rank, (process, _) in enumerate(ranks):
+            report = reports.get(rank, RankReport())
+            outcomes.append(RankOutcome(rank, *report, _exit_status(process, 0), _stacks(folder, rank)))
+        return outcomes
     finally:
         _end([process for process, _ in ranks])
 
@@ -354,28 +366,50 @@ def _begin(variables: dict[str, str], path: list[str]) -> None:
     sys.path[:] = path
 
 
+@contextlib.contextmanager
+def _noting_stacks(file: TextIO, timeout_s: float) -> Iterator[None]:
+    """Write this rank's stacks into a file just before the deadline, if it has not ended by then.
+
+    Not onto the screen: what the parent says of the hang comes first there, with these stacks or without.
+    """
+    file.seek(0)
+    file.truncate()  # of a call that ended just in time
+    faulthandler.dump_traceback_later(max(0.5 * timeout_s, timeout_s - 2.0), file=file)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _stacks(folder: str, rank: int) -> str:
+    """Return the stacks that a rank has written; none of one that did not come as far."""
+    try:
+        return Path(folder, str(rank)).read_text("utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
 def _run_rank(
     writer: "Pipe",
     variables: dict[str, str],
     payload: bytes,
     path: list[str],
+    folder: str,
     *,
     timeout_s: float,
     stays: bool,
 ) -> None:
     _begin(variables, path)
-    # A rank that crashes prints its stack; one that hangs prints it just before the deadline.
-    faulthandler.enable()
-    faulthandler.dump_traceback_later(max(0.5 * timeout_s, timeout_s - 2.0))
-    import torch
+    faulthandler.enable()  # a rank that crashes prints its stack
+    with Path(folder, variables["RANK"]).open("w") as file, _noting_stacks(file, timeout_s):
+        import torch
 
-    torch.set_num_threads(1)
-    try:
-        function, args = pickle.loads(payload)
-        data = dumps(RankReport(function(*args)))
-    except BaseException:  # noqa: BLE001 - it is reported to the parent
-        data, stays = dumps(RankReport(error=traceback.format_exc())), False
-    faulthandler.cancel_dump_traceback_later()
+        torch.set_num_threads(1)
+        try:
+            function, args = pickle.loads(payload)
+            data = dumps(RankReport(function(*args)))
+        except BaseException:  # noqa: BLE001 - it is reported to the parent
+            data, stays = dumps(RankReport(error=traceback.format_exc())), False
     with contextlib.suppress(BrokenPipeError):  # another rank failed first, and the parent stopped reading
         writer.send_bytes(data)
     if stays:
@@ -432,6 +466,8 @@ class RankPool:
         self.processes, self.timeout_s = processes, timeout_s
         self._setup, self._args, self._environ = setup, args, environ
         self._ranks: list[tuple[Any, Pipe]] = []
+        self._folder = ""  # of the stacks of ranks that hang
+        self._remove_folder: Callable[[], Any] = lambda: None
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call ``function(*args)`` on every rank and return the results, by rank.
@@ -439,13 +475,16 @@ class RankPool:
         Functions of test modules and lambdas work, too.
 
         Raises:
-            RankFailedError: A rank raised, died or outlived the deadline; with its traceback.
+            RankFailedError: A rank raised, died or outlived the deadline; with its traceback, or the stacks
+                of all that did not end.
         """
         payload = dumps((function, args))
         if not self._ranks:
-            self._ranks = start_ranks(
-                _serve, self.processes, self._environ, args=(list(sys.path), self.timeout_s), kwargs={}
-            )
+            self._folder = tempfile.mkdtemp(prefix="tp-ranks-")
+            # Of a pool that nobody closes, too.
+            self._remove_folder = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+            served = (list(sys.path), self._folder, self.timeout_s)
+            self._ranks = start_ranks(_serve, self.processes, self._environ, args=served, kwargs={})
             if self._setup is not None:
                 self._call(dumps((self._setup, self._args)))
         return self._call(payload)
@@ -456,6 +495,7 @@ class RankPool:
         for _, pipe in ranks:
             pipe.close()
         _end([process for process, _ in ranks])
+        self._remove_folder()
 
     def _call(self, payload: bytes) -> list[Any]:
         try:
@@ -477,7 +517,8 @@ class RankPool:
         while pending:
             ready = _wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise RankFailedError(str(RankOutcome(min(pending.values()))))
+                hung = [RankOutcome(r, stacks=_stacks(self._folder, r)) for r in sorted(pending.values())]
+                raise RankFailedError("\n".join(map(str, hung)))
             for pipe in cast("list[Pipe]", ready):
                 rank = pending.pop(pipe)
                 try:
@@ -505,27 +546,26 @@ class RankPool:
         self.close()
 
 
-def _serve(pipe: "Pipe", variables: dict[str, str], path: list[str], timeout_s: float) -> None:
+def _serve(pipe: "Pipe", variables: dict[str, str], path: list[str], folder: str, timeout_s: float) -> None:
     """Run the functions that come through the pipe, until it is closed."""
     _begin(variables, path)
     import torch
 
     torch.set_num_threads(1)
     faulthandler.enable()
+    file = Path(folder, variables["RANK"]).open("w")  # noqa: SIM115 - as long as this process
     while True:
         try:
             payload = pipe.recv_bytes()
         except (EOFError, ConnectionResetError):
             # os._exit: an open process group could hang the interpreter's own exit.
             os._exit(0)
-        # A rank that hangs prints its stack just before the deadline.
-        faulthandler.dump_traceback_later(max(0.5 * timeout_s, timeout_s - 2.0))
-        try:
-            function, args = pickle.loads(payload)
-            with warnings.catch_warnings():  # filters of one call are not those of the next
-                data = dumps(RankReport(function(*args)))
-        except BaseException:  # noqa: BLE001 - it is reported to the parent
-            data = dumps(RankReport(error=traceback.format_exc()))
-        faulthandler.cancel_dump_traceback_later()
+        with _noting_stacks(file, timeout_s):
+            try:
+                function, args = pickle.loads(payload)
+                with warnings.catch_warnings():  # filters of one call are not those of the next
+                    data = dumps(RankReport(function(*args)))
+            except BaseException:  # noqa: BLE001 - it is reported to the parent
+                data = dumps(RankReport(error=traceback.format_exc()))
         flush_streams()
         pipe.send_bytes(data)

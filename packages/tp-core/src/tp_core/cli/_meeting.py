@@ -74,7 +74,8 @@ def start_and_meet(ranks: int, *, timeout_s: float) -> dict[str, Any]:
     except RankFailedError as error:
         how, *trace = str(error).splitlines()
         # The error's own line is the last traceback's first without an indentation; notes may follow it.
-        last = max((at for at, line in enumerate(trace) if line.startswith("Traceback ")), default=-1)
+        # One that hangs has none.
+        last = max((at for at, line in enumerate(trace) if line.startswith("Traceback ")), default=len(trace))
         last_line = next((f" {line}" for line in trace[last + 1 :] if not line.startswith(" ")), "")
         msg = (
             f"{ranks} ranks of this host cannot meet: {how}{last_line}; a firewall on the loopback, or a "
