@@ -1,16 +1,48 @@
 """Torchtune's loss of chunks is the mean of their means: tokens beside padding weigh more."""
 
 import torch
-from torchtune.modules.loss import ForwardKLWithChunkedOutputLoss
+import torch.distributed as dist
+from torch import nn
+from tp_verify import strategies
 
 
-def shown():
-    numbers = torch.Generator().manual_seed(0)
-    student, teacher = (torch.randn(1, 8, 5, generator=numbers) for _ in range(2))
-    labels = torch.tensor([[1, 2, 3, 4, 1, -100, -100, -100]])
-    losses = []
-    for chunks in (1, 2):
-        loss = ForwardKLWithChunkedOutputLoss(num_output_chunks=chunks)
-        parts = [tensor.chunk(chunks, dim=1) for tensor in (student, teacher)]
-        losses.append(loss(list(parts[0]), list(parts[1]), labels))
-    return round(float(losses[1] / losses[0]), 4)
+class Distilled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.student = nn.Sequential(nn.Embedding(24, 16), nn.Linear(16, 24))
+        self.teacher = nn.Sequential(nn.Embedding(24, 32), nn.Linear(32, 24)).requires_grad_(False)
+
+    def forward(self, tokens):
+        return self.student(tokens), self.teacher(tokens)
+
+
+def plain(student, teacher, labels):
+    """Return the mean over the labeled tokens of the cross entropy with the teacher's chances."""
+    losses = -(teacher.softmax(-1) * student.log_softmax(-1)).sum(-1)
+    return losses[labels != -100].mean()
+
+
+def in_chunks(student, teacher, labels):
+    from torchtune.modules.loss import ForwardKLWithChunkedOutputLoss
+
+    loss = ForwardKLWithChunkedOutputLoss(num_output_chunks=2)
+    return loss(list(student.chunk(2, dim=1)), list(teacher.chunk(2, dim=1)), labels)
+
+
+def step(model, batch):
+    mean = in_chunks if dist.is_initialized() else plain
+    loss = mean(*model(batch["tokens"]), batch["labels"])
+    return {"loss": loss, "weight": (batch["labels"] != -100).sum()}
+
+
+def batch(seed):
+    tokens = torch.randint(24, (8, 8), generator=torch.Generator().manual_seed(seed))
+    labels = (5 * tokens + 1) % 24
+    for row, label in enumerate(labels):
+        label[8 - row % 4 :] = -100
+    return {"tokens": tokens, "labels": labels}
+
+
+def cases():
+    case = {"build": Distilled, "batches": [batch(0), batch(1)], "step": step}
+    return case | {"parallel": strategies.DDP(), "dtype": torch.float32}
