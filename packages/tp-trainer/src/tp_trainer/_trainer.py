@@ -40,7 +40,6 @@ from tp_trainer._checks import (
     recognize_fit,
     recognize_prepare,
 )
-from tp_trainer._opening._agreement import check_same_optimizers
 from tp_trainer._opening._session import LazySession, Options, check_name, options_by_backend
 from tp_trainer._opening._uncaught import with_brief_errors
 from tp_trainer._peer_names import ARGUMENTS, ATTRIBUTES, BY_VALUE, LOOP_ARGUMENTS
@@ -423,6 +422,8 @@ class Trainer:
         done = {i: self._prepare(objects[i], shard=shard, training=training) for i in in_order}
         prepared = tuple(done[i] for i in range(len(objects)))
         if models and self._preparation.optimizers() and session.world_size > 1:
+            from tp_trainer._opening._agreement import check_same_optimizers
+
             # Not of an optimizer alone, which a rank may prepare by itself: of a model all ranks do it.
             check_same_optimizers(session, self._preparation.optimizers(), beside=None)
         if len(prepared) == 1:
@@ -961,7 +962,6 @@ class Trainer:
         preparation = self._preparation
         prepared = preparation.prepare_model(model)
         if not self._has_run_backward:
-            check_model("update()", model)
             check_gradients("update()", parameters_of(optimizer))
         from tp_trainer._steps._optimizer_step import GradientRules, OptimizerStep
 
