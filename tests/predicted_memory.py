@@ -1,4 +1,4 @@
-"""The memory that is predicted for an accelerator, and what its allocator hands out in training."""
+"""The memory that is predicted for an accelerator, and what its allocator takes in training."""
 
 import gc
 
@@ -13,6 +13,8 @@ from tests.accelerator import KIND
 # Width, layers, samples.
 SMALL, MIDDLE, LARGE = (16, 40, 4), (64, 20, 8), (512, 6, 256)
 DEEP, WIDE = (256, 24, 64), (1024, 4, 64)
+# Few large tensors, whose segments have their own sizes; and many small ones.
+WIDER, MANY = (1536, 4, 256), (128, 120, 64)
 
 
 def make_model(width, layers):
@@ -28,7 +30,10 @@ def mean_square(model, batch):
 def predicted_and_measured(
     devices, backend, options, size, make_optimizer, rows, *, make_model=make_model, **training
 ):
-    """Return the bytes that were predicted for a device, and the most that tensors had there."""
+    """Return the bytes that were predicted for tensors on a device, and the most that they had there.
+
+    After these the same pair of what the allocator reserves for them.
+    """
     width, layers, _ = size
     module = getattr(torch, KIND)
     device = torch.device(KIND, 0 if backend == "single" else LaunchEnvironment.read().rank)
@@ -42,20 +47,21 @@ def predicted_and_measured(
     with trainer() as predicting:
         model = make_model(width, layers)
         table = predicting.estimate(model, make_optimizer(model.parameters()), batch, mean_square)
-        predicted = table.verdicts[backend].memory.total
+        need = table.verdicts[backend].memory
     del model
     with trainer() as fitting:
         model = make_model(width, layers)
         gc.collect()  # a model of an earlier test would be freed in between
         torch.accelerator.synchronize(device)
         module.empty_cache()
-        before = module.memory_allocated(device)
+        before, reserved_before = module.memory_allocated(device), module.memory_reserved(device)
         module.reset_peak_memory_stats(device)
         optimizer = make_optimizer(model.parameters())
         loader = DataLoader([*batch] * training.get("accumulate", 1), batch_size=rows)
         fitting.fit(model, optimizer, loader, step=mean_square, epochs=3)
         measured = module.max_memory_allocated(device) - before
-    return predicted, measured
+        reserved = module.max_memory_reserved(device) - reserved_before
+    return (need.total, measured), (need.reserved, reserved)
 
 
 def adamw(parameters):

@@ -1,6 +1,7 @@
-"""The memory that is predicted for an accelerator, beside what its allocator hands out."""
+"""The memory that is predicted for an accelerator, beside what its allocator hands out and reserves."""
 
 import functools
+import itertools
 
 import pytest
 from torch import nn
@@ -9,9 +10,11 @@ from tests.accelerator import GPU, SECOND, needs_two
 from tests.predicted_memory import (
     DEEP,
     LARGE,
+    MANY,
     MIDDLE,
     SMALL,
     WIDE,
+    WIDER,
     adamw,
     adamw_one_by_one,
     momentum,
@@ -22,21 +25,30 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("make_optimizer", [adamw, adamw_one_by_one, momentum])
-@pytest.mark.parametrize("size", [SMALL, MIDDLE, LARGE], ids=["small", "middle", "large"])
+@pytest.mark.parametrize(
+    "size", [SMALL, MIDDLE, LARGE, WIDER, MANY], ids=["small", "middle", "large", "wider", "many"]
+)
 def test_one_device_takes_what_is_predicted(size, make_optimizer):
-    predicted, measured = predicted_and_measured(GPU, "single", {}, size, make_optimizer, size[2])
-    assert predicted == pytest.approx(measured, rel=0.1)
+    for predicted, measured in predicted_and_measured(GPU, "single", {}, size, make_optimizer, size[2]):
+        assert predicted == pytest.approx(measured, rel=0.1)
 
 
 @needs_two
 @pytest.mark.parametrize(
     ("size", "options"),
-    [(MIDDLE, {}), (LARGE, {}), (DEEP, {}), (MIDDLE, {"gradient_as_bucket_view": False})],
-    ids=["middle", "large", "deep", "buckets of their own"],
+    [
+        (MIDDLE, {}),
+        (LARGE, {}),
+        (DEEP, {}),
+        (WIDER, {}),
+        (MIDDLE, {"gradient_as_bucket_view": False}),
+        (MANY, {"gradient_as_bucket_view": False}),
+    ],
+    ids=["middle", "large", "deep", "wider", "buckets of their own", "many, and buckets of their own"],
 )
 def test_each_of_two_copies_takes_what_is_predicted(pair, size, options):
     found = pair.run(predicted_and_measured, [GPU, SECOND], "ddp", options, size, adamw, 2 * size[2])
-    for predicted, measured in found:
+    for predicted, measured in itertools.chain(*found):
         assert predicted == pytest.approx(measured, rel=0.1)
 
 
@@ -57,10 +69,13 @@ ONCE, TWICE = {"reshard_after_forward": False}, {"reshard_after_forward": True}
         (LARGE, TWICE, {"accumulate": 2}),
         (DEEP, TWICE, {"accumulate": 2}),
         (WIDE, ONCE, {"accumulate": 2}),
+        (WIDER, ONCE, {}),
+        (MANY, TWICE, {}),
     ],
 )
 def test_each_of_two_shards_takes_what_is_predicted(pair, size, options, training):
     options = {"units": nn.Sequential, **options}
     run = functools.partial(predicted_and_measured, **training)
-    for predicted, measured in pair.run(run, [GPU, SECOND], "fsdp", options, size, adamw, 2 * size[2]):
+    found = pair.run(run, [GPU, SECOND], "fsdp", options, size, adamw, 2 * size[2])
+    for predicted, measured in itertools.chain(*found):
         assert predicted == pytest.approx(measured, rel=0.05)

@@ -68,6 +68,22 @@ def test_what_is_free_may_be_unknown():
     assert not NEED.fits
 
 
+def test_what_is_reserved_is_what_has_to_fit():
+    need = dataclasses.replace(NEED, free=40 * GIB, reserved=41 * GIB)
+    assert need.total < need.free
+    assert not need.fits
+    assert str(need).startswith("needs 37.2 GiB (41.0 reserved) of 40.0 free on cuda:0: weights")
+    assert need.to_dict()["reserved"] == 41 * GIB
+    assert dataclasses.replace(need, free=41 * GIB).fits
+
+
+def test_what_is_reserved_is_not_asked_where_the_sum_does_not_fit():
+    assert NEED.with_reserved(lambda: pytest.fail("it was asked")) == NEED
+    fitting = dataclasses.replace(NEED, free=None)
+    assert fitting.with_reserved(lambda: 1).reserved == fitting.total  # it is no less than the sum
+    assert fitting.with_reserved(lambda: None).reserved is None
+
+
 def test_negative_numbers_are_refused():
     with pytest.raises(ConfigError, match="weights of a MemoryNeed must not be negative, got -1"):
         MemoryNeed(weights=-1, gradients=0, optimizer=0)

@@ -1,7 +1,7 @@
 """The backend that splits each sequence over ranks."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -201,6 +201,17 @@ def _sliced(footprint: Footprint, context: int, attention: str, scores: int) -> 
     def sliced(nbytes: int, fixed: int = 0) -> int:
         return min(nbytes, fixed) + math.ceil(max(0, nbytes - fixed) * part)
 
+    traces = footprint.with_batch_of(part)
+
+    def exchanged(trace: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
+        """Return a trace with what attention exchanges in the backward pass, which has most of it."""
+        events = []
+        for event in trace:
+            events.append(event)
+            if event[0] == "backward" and gathered:
+                events.append(("value", len(trace), gathered, ""))
+        return events
+
     casts, activations = footprint.casts, footprint.activations
     gradient = max(0, (activations or 0) - footprint.alone)  # the one that is being computed
     beside = max(0, footprint.with_gradients - footprint.gradients)
@@ -217,6 +228,8 @@ def _sliced(footprint: Footprint, context: int, attention: str, scores: int) -> 
             for name, both in footprint.timeline.items()
         },
         part=footprint.part * context / samples,
+        trace=exchanged(traces.trace),
+        lower_trace=exchanged(traces.lower_trace),
     )
 
 

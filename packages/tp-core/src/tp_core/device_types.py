@@ -16,6 +16,7 @@ __all__ = [
     "EXAMPLE",
     "MOVE_METHOD",
     "binds_process_groups",
+    "caches_segments",
     "can_broadcast",
     "has_generators",
     "has_process_groups",
@@ -79,6 +80,14 @@ def memory_block(device_type: str) -> int:
     if device_type == "cpu":
         return 1
     return 512
+
+
+def caches_segments(device_type: str) -> bool:
+    """Return whether memory of a device is reserved in segments, by the rules of CUDA's allocator.
+
+    Allocators of torch for other accelerators have taken these over, but for Apple's.
+    """
+    return device_type not in ("cpu", _APPLE)
 
 
 def is_capturing(device: "torch.device") -> bool:

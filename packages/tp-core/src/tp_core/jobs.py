@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from tp_core._contracts._job import Precision as Precision
     from tp_core._contracts._job import Recomputation as Recomputation
     from tp_core._contracts._job import divisors as divisors
-    from tp_core._contracts._job import replicated_memory as replicated_memory
     from tp_core._contracts._job import whole_model_arguments as whole_model_arguments
+    from tp_core._contracts._replicated_memory import replicated_memory as replicated_memory
+    from tp_core._contracts._segments import CachingAllocator as CachingAllocator
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
@@ -32,8 +33,9 @@ else:
                 "Precision",
                 "Recomputation",
                 "divisors",
-                "replicated_memory",
                 "whole_model_arguments",
             ],
+            "tp_core._contracts._replicated_memory": ["replicated_memory"],
+            "tp_core._contracts._segments": ["CachingAllocator"],
         },
     )

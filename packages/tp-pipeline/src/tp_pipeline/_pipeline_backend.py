@@ -60,11 +60,15 @@ class PipelineBackend(RanksBackend[PipelineOptions]):
         ranks = options.ranks
         if ranks == -1:
             ranks = job.environment.world_size // (split * max(job.ranks_per_sample, 1))
-        need = estimate(job, ranks, options, split=split)
         is_plain = job.traits is not None and not job.traits.has_sharded_parameters
-        if need is None or weights is None or not is_plain:
-            return need
+        if weights is None or not is_plain:
+            return estimate(job, ranks, options, split=split)
         # Tensors of a plain model are whole here: the backend that splits them says how much is left.
+        whole = replace(job, free_nbytes=None)  # which need not fit
+        need = estimate(whole, ranks, options, split=split)
+        if need is None:
+            return None
+        need = replace(need, free=job.free_nbytes)
         of_group = job.footprint.with_batch_of(split * ranks * job.footprint.part)
         environment = LaunchEnvironment(world_size=split, local_world_size=split)
         footprint = replace(of_group, part=1 / split)

@@ -10,7 +10,7 @@ and what each micro-batch that is on its way keeps of them, by the order of its 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 
 from torch import nn
@@ -21,6 +21,7 @@ from tp_core.tensors import is_deferred
 
 from tp_pipeline._pipeline_options import PipelineOptions, ScheduleName, default_depth, depth_of
 from tp_pipeline._schedule import Orders, StageWork
+from tp_pipeline._stage_segments import RankWork, cut_trace, peak_of_rank
 from tp_pipeline._stage_units import find_units, smallest_largest
 
 _PARTS = (2, 4, 8)
@@ -95,7 +96,7 @@ def estimate(job: Job, ranks: int, options: PipelineOptions, *, split: int = 1) 
     # Ranks that hold a model together read the same samples.
     of_group = job.footprint.with_batch_of(ranks * split * job.footprint.part)
     needs = memory_of_ranks(replace(job, footprint=of_group), ranks, options, split=split)
-    return max(needs, key=lambda need: need.total)
+    return max(needs, key=lambda need: need.taken)
 
 
 def with_split_tensors(need: MemoryNeed, group: MemoryNeed, footprint: Footprint) -> MemoryNeed:
@@ -112,14 +113,16 @@ def with_split_tensors(need: MemoryNeed, group: MemoryNeed, footprint: Footprint
         activations = None
     else:
         activations = int(min(1.0, kept) * need.activations)
-    return replace(
+    split = replace(
         need,
         weights=int(part * need.weights),
         gradients=int(part * need.gradients),
         optimizer=int(part * need.optimizer),
         communication=int(part * need.communication),
         activations=activations,
+        reserved=None,
     )
+    return split.with_reserved_as(need)
 
 
 def memory_of_ranks(job: Job, ranks: int, options: PipelineOptions, *, split: int = 1) -> list[MemoryNeed]:
@@ -136,6 +139,7 @@ def memory_of_ranks(job: Job, ranks: int, options: PipelineOptions, *, split: in
     multiplied = sum(stage.multiplied for stage in stages)
     copies = job.environment.world_size // (ranks * split)
     shared = copies if options.data == "fsdp" else 1
+    events = cut_trace(footprint.trace, [stage.parameters for stage in stages])
     needs = []
     for rank, own in enumerate(of_ranks):
         stage_bytes, trained = {}, {}
@@ -150,7 +154,18 @@ def memory_of_ranks(job: Job, ranks: int, options: PipelineOptions, *, split: in
         activations = max(int(most), summed)
         part = sum(stage.multiplied for stage in own.values()) / max(1, multiplied)
         activations += int(footprint.casts * part)
-        needs.append(_need(job, footprint, list(own.values()), activations, copies, shared))
+        need = _need(job, footprint, list(own.values()), activations, copies, shared)
+        parameters = {name: p for stage in own.values() for name, p in stage.parameters.items()}
+        at_work = RankWork(
+            order=order[rank],
+            stages={number: events[number] for number in own},
+            passed={number: each.passed for number, each in stage_bytes.items()},
+            parts=parts,
+            parameters={name: (p, _nbytes_of(job, p)) for name, p in parameters.items()},
+            shared=shared,
+            communication=need.communication,
+        )
+        needs.append(need.with_reserved(partial(peak_of_rank, job, footprint, model, at_work)))
     return needs
 
 
@@ -320,8 +335,12 @@ def _nbytes(job: Job, own: list[StageUnits], *, trained: bool = False) -> int:
     for parameter in _parameters(own):
         if trained and not parameter.requires_grad:
             continue
-        size = parameter.element_size()
-        if job.precision == "bf16-true" and parameter.is_floating_point():
-            size = 2
-        nbytes += parameter.numel() * size
+        nbytes += _nbytes_of(job, parameter)
     return nbytes
+
+
+def _nbytes_of(job: Job, parameter: nn.Parameter) -> int:
+    size = parameter.element_size()
+    if job.precision == "bf16-true" and parameter.is_floating_point():
+        size = 2
+    return parameter.numel() * size

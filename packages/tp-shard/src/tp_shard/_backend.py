@@ -1,5 +1,6 @@
 """The backend for models that are split over processes."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -75,6 +76,9 @@ class ShardOptions:
         return None
 
 
+_SEGMENT = 2 * 2**20
+
+
 class ShardBackend(RanksBackend[ShardOptions]):
     """A backend with one process per device: groups of them hold a copy of the model together."""
 
@@ -119,13 +123,28 @@ class ShardBackend(RanksBackend[ShardOptions]):
             return None
         if job.model is not None and _is_plain(job.model):
             return self._memory_of_plain(job, job.footprint, job.model)
+        need = self._memory_of_split(job, job.footprint)
+        if need is None or need.activations is None or job.model is None or self._ranks(job)[0] == 1:
+            return need
+        from tp_shard._training import comparison_nbytes
+
+        # Of the first gradients, when the optimizer has no state yet.
+        compared = comparison_nbytes(job.model) - need.optimizer
+        need = replace(need, activations=max(need.activations, compared))
+        if need.reserved is None:
+            return need
+        # Its blocks are small ones, which segments of 2 MiB have.
+        reserved = math.ceil(need.total / _SEGMENT) * _SEGMENT
+        return replace(need, reserved=max(need.reserved, reserved))
+
+    def _memory_of_split(self, job: Job, footprint: Footprint) -> MemoryNeed | None:
         options = self._fully_sharded(job)
         if options is None:
-            return self._need_of_ddp(job, job.footprint)
+            return self._need_of_ddp(job, footprint)
         from tp_core.fully_sharded import sharded_memory
 
         together, copies = self._ranks(job)
-        footprint = job.footprint.with_batch_of(together * job.footprint.part)
+        footprint = footprint.with_batch_of(together * footprint.part)
         ranks = max(1, copies // options.replicas)
         return sharded_memory(replace(job, footprint=footprint), options, ranks=ranks)
 

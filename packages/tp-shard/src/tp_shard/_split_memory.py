@@ -69,13 +69,20 @@ def plain_memory(
     part = share / ranks + 1 - share
     inside = _nbytes_inside(model, footprint)
     own = _own(footprint, part, inside - inside // ranks)
+    keeps_gradients = copies > 1 or job.accumulate > 1
     if options is None:
-        return replicated_memory(job, own, keeps_gradients=copies > 1 or job.accumulate > 1)
-    need = sharded_memory(replace(job, footprint=own), options, ranks=copies // options.replicas)
-    # It is of units of the whole model; a rank gathers those of its shards.
-    if need is None:
-        return None
-    return replace(need, communication=int(need.communication * part))
+        need = replicated_memory(job, own, keeps_gradients=keeps_gradients)
+    else:
+        of_shards = sharded_memory(replace(job, footprint=own), options, ranks=copies // options.replicas)
+        if of_shards is None:
+            return None
+        # It is of units of the whole model; a rank gathers those of its shards.
+        need = replace(of_shards, communication=int(of_shards.communication * part))
+    if not need.fits:
+        return need
+    # The trace is of whole tensors, which need not fit: as much of the segments is left unused as there.
+    alone = replace(job, free_nbytes=None)
+    return need.with_reserved_as(replicated_memory(alone, footprint, keeps_gradients=keeps_gradients))
 
 
 def _own(footprint: Footprint, part: float, saved: int) -> Footprint:
@@ -103,6 +110,7 @@ def _own(footprint: Footprint, part: float, saved: int) -> Footprint:
             gradients, activations or 0, footprint.with_gradients - footprint.gradients - saved + gradients
         ),
         casts=int(footprint.casts * part),
+        trace=(),
         kept={name: int(n * (1 - saved / before)) for name, n in footprint.kept.items()},
         timeline={
             # What is saved is there as long as the blocks' activations are.

@@ -215,7 +215,8 @@ class GradScaler(torch.amp.GradScaler):
 # -- Comparison of the gradients of whole parameters between the ranks of a copy ------------------
 
 
-_BLOCK = 1 << 20  # elements in float64 at a time: 8 MiB
+_BLOCK = 1 << 17
+"""The elements that are compared at a time: in float64 1 MiB, which shares a segment of an allocator."""
 
 
 @torch.no_grad()
@@ -250,7 +251,7 @@ def check_gradients(model: nn.Module, *, group: GroupLike = None) -> None:
     if ranks.size == 1 or not whole:
         return
     fingerprints = torch.stack([_fingerprint(p) for _, p in whole])  # (parameters, 3)
-    _fixed_numbers.cache_clear()  # 8 MiB of the device, which later steps have no use for
+    _fixed_numbers.cache_clear()  # memory of the device, which later steps have no use for
     gathered = gather_numbers(fingerprints, ranks)  # (ranks, parameters, 3)
     largest = gathered[:, :, 1].nan_to_num(0.0, 0.0, 0.0).max().item()
     # Autocast leaves no trace in a gradient: one in float32 may be that of a pass in bfloat16. It does not
@@ -266,6 +267,12 @@ def check_gradients(model: nn.Module, *, group: GroupLike = None) -> None:
                 continue
             have_same_state = _have_same_random_state(ranks, fingerprints.device)
             raise DisagreementError(_disagreement(name, rank, first, other, have_same_state))
+
+
+def comparison_nbytes(model: nn.Module) -> int:
+    """Return the bytes of `check_gradients`: a block of a gradient, its squares, and the fixed numbers."""
+    largest = max((parameter.numel() for _, parameter in _whole_parameters(model)), default=0)
+    return 3 * torch.float64.itemsize * min(_BLOCK, largest)
 
 
 def _disagreement(name: str, rank: int, first: list[float], other: list[float], have_same_state: bool) -> str:
@@ -331,15 +338,17 @@ def _fingerprint(parameter: Tensor) -> Tensor:
     fingerprint[0] = 1
     for block in grad.reshape(-1).split(_BLOCK):
         wide = block.double()
+        # In this order three blocks are in memory at most, as `comparison_nbytes` says.
+        fingerprint[2] += wide.dot(_fixed_numbers(grad.device, wide.numel()))
         fingerprint[1] += wide.square().sum()
-        fingerprint[2] += wide.dot(_fixed_numbers(grad.device)[: wide.numel()])
     fingerprint[1].sqrt_()
     return fingerprint
 
 
-@functools.lru_cache(maxsize=4)
-def _fixed_numbers(device: torch.device) -> Tensor:
-    return torch.arange(_BLOCK, dtype=torch.float64, device=device).cos_()
+# One entry: blocks of one size follow each other, and each size has as much memory as its block.
+@functools.lru_cache(maxsize=1)
+def _fixed_numbers(device: torch.device, size: int) -> Tensor:
+    return torch.arange(size, dtype=torch.float64, device=device).cos_()
 
 
 def _is_same(first: list[float], other: list[float], bound: Bound, largest: float) -> bool:

@@ -10,7 +10,7 @@ from tp_core.fully_sharded import (
     resolve_options,
     sharded_memory,
 )
-from tp_core.jobs import Layout, MemoryNeed, divisors, replicated_memory
+from tp_core.jobs import BUCKET_NBYTES, Layout, MemoryNeed, divisors, replicated_memory
 from tp_core.plugins import Backend, Job, NoOptions, RanksBackend, Session, Verdict
 from tp_core.sessions import join_process_group
 
@@ -106,7 +106,10 @@ class DdpBackend(RanksBackend[DdpOptions]):
             buckets = 0
         else:
             buckets = job.footprint.gradients
-        return replicated_memory(job, job.footprint, keeps_gradients=True, communication=buckets)
+        size = BUCKET_NBYTES if options.bucket_cap_mb is None else int(options.bucket_cap_mb * 2**20)
+        return replicated_memory(
+            job, job.footprint, keeps_gradients=True, communication=buckets, bucket_nbytes=size
+        )
 
     def open(self, job: Job) -> "DdpSession":
         from tp_trainer._ddp_session import DdpSession

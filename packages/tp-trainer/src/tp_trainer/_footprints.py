@@ -4,7 +4,7 @@ Of a model with many like blocks, two and three are run. The difference is what 
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +17,8 @@ from tp_core.modules import repeated_blocks
 
 from tp_trainer._memory import measure_footprint, resized
 
-_STATES = ("weights", "gradients", "optimizer", "update")
-_SAME = {*_STATES, "attentions", "attention"}
+_STATES = ("weights", "gradients", "optimizer", "update", "update_trace")
+_SAME = {*_STATES, "attentions", "attention", "trace", "lower_trace"}
 """What does not grow with the samples."""
 _FEW = 2
 _MANY = 6
@@ -74,7 +74,11 @@ class StepFootprints:
         if recomputation == "every 2nd block":
             # One block more is not what each further block adds.
             none, all_blocks = self.measure(samples, "nothing"), self.measure(samples, "every block")
-            return between(none, all_blocks, 0.5)
+            half = between(none, all_blocks, 0.5)
+            # Blocks of the same sizes in the same order, but for what is computed again.
+            part = (half.activations or 0) / max(1, none.activations or 0)
+            smaller = none.with_batch_of(part)
+            return replace(half, trace=smaller.trace, lower_trace=smaller.lower_trace)
         path, count = self._blocks
         low = self._run(_with_blocks(self._model, path, _FEW), samples, recomputation)
         high = self._run(_with_blocks(self._model, path, _FEW + 1), samples, recomputation)
@@ -201,6 +205,8 @@ def _with_all(footprint: Footprint, few: Footprint, many: Footprint, path: str, 
                     timeline[block_name] = [v + more * g for v, g in zip(values, grown, strict=True)]
     return replace(
         footprint,
+        trace=_repeated(many.trace, path, count),
+        lower_trace=_repeated(many.lower_trace, path, count),
         attentions=few.attentions + (many.attentions - few.attentions) * (count - _FEW),
         # Late in the backward pass there are all gradients, and few activations.
         with_gradients=max(footprint.with_gradients, footprint.gradients),
@@ -208,3 +214,60 @@ def _with_all(footprint: Footprint, few: Footprint, many: Footprint, path: str, 
         passed=of_all("passed"),
         timeline=timeline,
     )
+
+
+def _repeated(trace: Sequence[Sequence[Any]], path: str, count: int) -> list[Sequence[Any]]:
+    """Return the trace of all blocks, by that of few; empty if their gradients are not computed in turn.
+
+    The events of the block before the last one are there for each block that is missing.
+    """
+    events = list(trace)
+    middle, last = f"{path}.{_FEW - 1}", f"{path}.{_FEW}"
+    marks = [(what, name) for what, _, _, name in events]
+    of_middle = [i for i, (what, name) in enumerate(marks) if what == "gradient" and _is_in(name, middle)]
+    of_last = [i for i, (what, name) in enumerate(marks) if what == "gradient" and _is_in(name, last)]
+    is_known = ("begin", middle) in marks and ("end", middle) in marks and of_middle and of_last
+    if not is_known or of_last[-1] > of_middle[0]:
+        return []
+    begin, end = marks.index(("begin", middle)), marks.index(("end", middle)) + 1
+    back, back_end = of_last[-1] + 1, of_middle[-1] + 1
+    made = {number for what, number, _, _ in events[begin:end] if what in {"value", "fixed"}}
+    made_again = {number for what, number, _, _ in events[back:back_end] if what in {"value", "fixed"}}
+    own = made | made_again
+    freed = {number for what, number, _, _ in events[begin:end] + events[back:back_end] if what == "free"}
+    passed = sorted(made - freed)  # to the next block, whose backward pass frees them
+    copies = range(_FEW - 1, count - 1)
+
+    def numbered(number: int, block: int) -> int:
+        return number + (block - copies[0]) * len(events) if number in own else number
+
+    def copied(part: Sequence[Sequence[Any]], block: int) -> list[Sequence[Any]]:
+        like = f"{path}.{block}"
+        return [
+            (what, numbered(number, block), n, like + name[len(middle) :] if _is_in(name, middle) else name)
+            for what, number, n, name in part
+            # What the block before has passed on, which here is another one.
+            if block == copies[0] or what != "free" or number in own
+        ]
+
+    def rest(part: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
+        like = f"{path}.{count - 1}"
+        return [
+            (what, numbered(number, copies[-1]), n, like + name[len(last) :] if _is_in(name, last) else name)
+            for what, number, n, name in part
+        ]
+
+    whole = rest(events[:begin])
+    for block in copies:
+        whole += copied(events[begin:end], block)
+    whole += rest(events[end:back])
+    for block in reversed(copies):
+        whole += copied(events[back:back_end], block)
+        if block > copies[0]:
+            whole += [("free", numbered(number, block - 1), 0, "") for number in passed]
+    # A gradient of the block may be freed after it.
+    return whole + rest(events[back_end:])
+
+
+def _is_in(name: str, path: str) -> bool:
+    return f"{name}.".startswith(f"{path}.")

@@ -134,7 +134,7 @@ class LayoutTable:
         return [layout for layout in self.layouts if layout.memory.fits]
 
     def __str__(self) -> str:
-        totals = [layout.memory.total for layout in self.layouts]
+        totals = [layout.memory.taken for layout in self.layouts]
         unit, size = ("GiB", 2**30) if max([*totals, self.free_nbytes or 0]) >= 2**30 else ("MiB", 2**20)
         head = f"{self.devices} device{'s' * (self.devices != 1)}"
         if self.samples is not None:
@@ -165,21 +165,24 @@ class LayoutTable:
             yield "  none fits"
             return
         parts = ("weights", "grads", "optim", "comm", "activations")
-        table: list[tuple[str, ...]] = [("total", *parts, "again", "layout", "backend")]
+        table: list[tuple[str, ...]] = [("total", "reserved", *parts, "again", "layout", "backend")]
         for layout in self.fitting:
             need = layout.memory
-            sizes = (need.total, need.weights, need.gradients, need.optimizer, need.communication)
-            shown = [f"{nbytes / size:.1f}" for nbytes in sizes]
-            if need.activations is None:
-                activations = "?"
-            else:
-                activations = f"{need.activations / size:.1f}"
-            shown.append(activations)
+            sizes = (
+                need.total,
+                need.reserved,
+                need.weights,
+                need.gradients,
+                need.optimizer,
+                need.communication,
+                need.activations,
+            )
+            shown = ["?" if nbytes is None else f"{nbytes / size:.1f}" for nbytes in sizes]
             table.append((*shown, layout.recomputation, layout.name, layout.backends))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         for number, cells in enumerate(table):
-            numbers = [cell.rjust(width) for cell, width in zip(cells[:6], widths[:6], strict=True)]
-            words = [cell.ljust(width) for cell, width in zip(cells[6:], widths[6:], strict=True)]
+            numbers = [cell.rjust(width) for cell, width in zip(cells[:7], widths[:7], strict=True)]
+            words = [cell.ljust(width) for cell, width in zip(cells[7:], widths[7:], strict=True)]
             yield "  ".join(["", *numbers, *words]).rstrip()
             if number:
                 command, *script = self._start(self.fitting[number - 1])
@@ -288,7 +291,7 @@ def estimate(
         else:
             layouts.append(need)
     return LayoutTable(
-        layouts=tuple(sorted(layouts, key=lambda need: (not need.memory.fits, need.memory.total))),
+        layouts=tuple(sorted(layouts, key=lambda need: (not need.memory.fits, need.memory.taken))),
         left_out=left_out,
         devices=devices,
         samples=each,
@@ -399,7 +402,7 @@ def _first_that_fits(
             if need.memory.fits:
                 return need
             needs.append(need)
-    return min(needs, key=lambda need: need.memory.total, default=None)
+    return min(needs, key=lambda need: need.memory.taken, default=None)
 
 
 def _need(

@@ -160,7 +160,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
         Returns:
             The need; ``None`` where ``job.footprint`` is.
         """
-        from tp_core._contracts._job import replicated_memory
+        from tp_core._contracts._replicated_memory import replicated_memory
 
         if job.footprint is None:
             return None

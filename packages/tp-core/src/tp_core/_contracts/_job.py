@@ -1,6 +1,7 @@
 """The description of a training job before anything starts, and its need of memory."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, Self, get_args
@@ -9,8 +10,10 @@ import torch
 from torch import nn
 
 from tp_core._contracts._batch import LossReduction
+from tp_core._contracts._segments import CachingAllocator
 from tp_core._launch._environment import LaunchEnvironment
 from tp_core.arguments import explain_init
+from tp_core.device_types import caches_segments
 from tp_core.errors import ConfigError
 from tp_core.modules._parameters import is_dtensor, is_sharded
 
@@ -42,6 +45,14 @@ class Footprint:
         timeline: The memory of activations as for ``alone`` while each parameter's gradient is computed, in
             that order and by the parameter's name: the highest since the gradient before, the highest once
             there is memory for it, and what is left afterwards.
+        trace: The blocks of the forward and backward pass, in their order; empty if they are not known. Each
+            event is what happens, the number of a block, its bytes, and a name: a "batch" that is there
+            before, a "value", one of a "fixed" size for any number of samples, a block to "free", a
+            "gradient" of the named parameter in a block that exists; "begin" and "end" of a named module's
+            forward pass; "backward", where that pass begins.
+        lower_trace: The same as for ``alone`` in a mixed precision; empty if it is the same.
+        update_trace: The blocks of the optimizer's first step and, after "again", those of a later one. A
+            "state" stays.
         keys: The memory of keys and values in all calls of torch's attention.
         attentions: The number of these calls.
         attention: The call with the most scores, among those with a mask if there are any; empty without one.
@@ -64,6 +75,9 @@ class Footprint:
     kept: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     passed: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     timeline: Mapping[str, Sequence[int]] = field(default_factory=lambda: MappingProxyType({}))
+    trace: Sequence[Sequence[Any]] = ()
+    lower_trace: Sequence[Sequence[Any]] = ()
+    update_trace: Sequence[Sequence[Any]] = ()
     keys: int = 0
     attentions: int = 0
     attention: Mapping[str, int | str] = field(default_factory=lambda: MappingProxyType({}))
@@ -103,6 +117,8 @@ class Footprint:
             alone=round(self.alone * times),
             with_gradients=self.with_gradients + more,
             batch=round(self.batch * times),
+            trace=_with_values_of(self.trace, times),
+            lower_trace=_with_values_of(self.lower_trace, times),
             keys=round(self.keys * times),
             attention=attention,
             kept={name: round(n * times) for name, n in self.kept.items()},
@@ -117,6 +133,14 @@ class Footprint:
         return values | {name: dict(getattr(self, name)) for name in mappings}
 
 
+def _with_values_of(trace: Sequence[Sequence[Any]], times: float) -> list[Sequence[Any]]:
+    """Return a trace with blocks ``times`` as large, where these grow with the samples."""
+    return [
+        (what, number, round(nbytes * times) if what in {"batch", "value"} else nbytes, name)
+        for what, number, nbytes, name in trace
+    ]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeed:
     """The memory that a job needs on each device under one backend, in bytes, and the free memory.
@@ -127,6 +151,8 @@ class MemoryNeed:
         optimizer: The optimizer's state.
         communication: Buffers of communication, and whole units that are gathered.
         activations: Everything else at the peak of a step; ``None`` if it is not known.
+        reserved: What the device's allocator reserves for all that, in whole segments; ``None`` if it
+            reserves no more, or that is not known.
         free: The free memory of the device; ``None`` if that is not known.
         device: The name of the device, for messages.
         assumed: The assumptions in words: "optimizer state as of AdamW".
@@ -142,6 +168,7 @@ class MemoryNeed:
     optimizer: int
     communication: int = 0
     activations: int | None = None
+    reserved: int | None = None
     free: int | None = None
     device: str = ""
     assumed: str = ""
@@ -149,7 +176,7 @@ class MemoryNeed:
     kernels: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("weights", "gradients", "optimizer", "communication", "activations", "free"):
+        for name in ("weights", "gradients", "optimizer", "communication", "activations", "reserved", "free"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 msg = f"{name} of a MemoryNeed must not be negative, got {value!r}"
@@ -161,9 +188,33 @@ class MemoryNeed:
         return self.weights + self.gradients + self.optimizer + self.communication + (self.activations or 0)
 
     @property
+    def taken(self) -> int:
+        """What the device has to have: the reserved memory, or the sum where that is not known."""
+        return max(self.total, self.reserved or 0)
+
+    def with_reserved(self, peak: Callable[[], int | None]) -> Self:
+        """Return the need with what is reserved, which is computed where the sum fits.
+
+        Args:
+            peak: Returns the most that is reserved.
+        """
+        if not self.fits:
+            return self
+        reserved = peak()
+        if reserved is None:
+            return self
+        return replace(self, reserved=max(reserved, self.total))
+
+    def with_reserved_as(self, other: Self) -> Self:
+        """Return the need with as much reserved, in proportion to the sum, as another need has."""
+        if other.reserved is None:
+            return self
+        return replace(self, reserved=math.ceil(self.total * other.reserved / max(1, other.total)))
+
+    @property
     def fits(self) -> bool:
         """Whether the job fits, as far as both numbers are known."""
-        return self.free is None or self.total <= self.free
+        return self.free is None or self.taken <= self.free
 
     @property
     def is_known(self) -> bool:
@@ -172,13 +223,17 @@ class MemoryNeed:
 
     def __str__(self) -> str:
         """Return one sentence: the sum, the free memory, the parts."""
-        unit, size = ("GiB", _GIB) if max(self.total, self.free or 0) >= _GIB else ("MiB", 2**20)
+        unit, size = ("GiB", _GIB) if max(self.taken, self.free or 0) >= _GIB else ("MiB", 2**20)
 
         digits = 1 if unit == "GiB" else 0
 
         def shown(nbytes: int) -> str:
             return f"{nbytes / size:.{digits}f}"
 
+        if self.reserved is None:
+            reserved = ""
+        else:
+            reserved = f" ({shown(self.reserved)} reserved)"
         least = "at least " if self.activations is None else ""
         where = f" on {self.device}" if self.device else ""
         if self.free is not None:
@@ -198,7 +253,9 @@ class MemoryNeed:
             parts.append(f"activations about {shown(self.activations)}")
         assumed = f" ({self.assumed})" if self.assumed else ""
         kernels = f"; {self.kernels}" if self.kernels else ""
-        return f"needs {least}{shown(self.total)} {unit}{free}: {', '.join(parts)}{assumed}{kernels}"
+        return (
+            f"needs {least}{shown(self.total)} {unit}{reserved}{free}: {', '.join(parts)}{assumed}{kernels}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON can say it."""
@@ -376,48 +433,11 @@ class Job:
             return None
         return ModelTraits.of(self.model)
 
-
-def replicated_memory(
-    job: Job, footprint: Footprint, *, keeps_gradients: bool | None = None, communication: int = 0
-) -> MemoryNeed:
-    """Return the memory that a job needs on a device that holds a copy of everything.
-
-    Args:
-        job: The job.
-        footprint: The memory of training its model.
-        keeps_gradients: Whether gradients stay allocated throughout, as in buckets of all-reduces; by
-            default only where several batches make a step.
-        communication: Communication buffers, in bytes.
-    """
-    if keeps_gradients is None:
-        keeps = job.accumulate > 1
-    else:
-        keeps = keeps_gradients
-    return MemoryNeed(
-        weights=footprint.weights,
-        gradients=footprint.gradients,
-        optimizer=footprint.optimizer_nbytes,
-        communication=communication,
-        activations=_beyond_states(footprint, keeps_gradients=keeps),
-        free=job.free_nbytes,
-        device=str(job.devices[0]),
-        assumed=footprint.assumed,
-        remedy=(
-            "less is needed with a smaller batch and accumulate=, with precision='bf16-mixed', or where "
-            "several processes hold the model, by backend 'fsdp' or 'shard': tp launch -n N script.py "
-            "(pip install tp-launch)"
-        ),
-    )
-
-
-def _beyond_states(footprint: Footprint, *, keeps_gradients: bool) -> int | None:
-    """Return the peak memory of a step besides weights, gradients and optimizer state."""
-    if footprint.activations is None:
+    def new_allocator(self) -> CachingAllocator | None:
+        """Return an allocator like the one of its devices; ``None`` where theirs has no segments."""
+        if caches_segments(self.devices[0].type):
+            return CachingAllocator(self.free_nbytes)
         return None
-    gradients = footprint.gradients
-    together = max(footprint.with_gradients - gradients, 0)
-    highest = footprint.activations if keeps_gradients else together
-    return max(highest, footprint.update) + footprint.batch
 
 
 # -- Layouts: which ranks hold what ------------------------------------------------------------------

@@ -21,6 +21,7 @@ from torch import nn
 from tp_core._contracts._job import Footprint, Job, MemoryNeed
 from tp_core.device_types import memory_block
 from tp_core.fully_sharded._options import FullyShardOptions, parameter_type, reduction_type, remedy
+from tp_core.fully_sharded._reserved import sharded_peak
 from tp_core.fully_sharded._units import find_units
 
 OptionsT = TypeVar("OptionsT", bound=FullyShardOptions)
@@ -56,7 +57,7 @@ def resolve_options(job: Job, options: OptionsT, *, ranks: int) -> OptionsT:
     for candidate in candidates:
         need = _need(job, candidate, footprint, model, ranks)
         is_generous = candidate.reshard_after_forward is False and options.reshard_after_forward == "auto"
-        is_safe = need.is_known and (need.free is None or need.total <= _SAFE * need.free)
+        is_safe = need.is_known and (need.free is None or need.taken <= _SAFE * need.free)
         if need.fits and (is_safe or not is_generous):
             return candidate
     return candidates[-1]
@@ -120,12 +121,14 @@ def _need(
     if options.offload:  # shards and optimizer state are in the host's memory
         weights = gradients = optimizer = update = 0
     activations = _activations(job, options, footprint, tuple(unit.name for unit in units))
+    activations_in_pass = activations
     moments = _moments(footprint, activations or 0, rest, units)
     beyond = max(_highest(job, options, moments, rest, units, ranks) - gradients, update)
     communication = max(0, beyond - (activations or 0))
     if activations is not None:
         activations = beyond - communication + footprint.batch
-    return MemoryNeed(
+    part = (activations_in_pass or 0) / max(1, footprint.alone)
+    need = MemoryNeed(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
@@ -136,6 +139,7 @@ def _need(
         assumed=footprint.assumed,
         remedy=remedy(options),
     )
+    return need.with_reserved(lambda: sharded_peak(job, options, footprint, model, ranks, part))
 
 
 class _Moment(NamedTuple):

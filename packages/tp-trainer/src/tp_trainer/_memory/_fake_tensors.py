@@ -115,6 +115,7 @@ class LiveBytes(TorchDispatchMode):
         keys: The bytes of keys and values of all calls of torch's attention.
         attentions: The number of these calls.
         attention: See :class:`tp_core.jobs.Footprint`.
+        events: The blocks in their order, as in the traces of :class:`tp_core.jobs.Footprint`.
     """
 
     def __init__(self, known: Iterable[Tensor], *, block: int = 1) -> None:
@@ -128,6 +129,8 @@ class LiveBytes(TorchDispatchMode):
         self.timeline: dict[str, list[int]] = {}
         self._peak = self._peak_making = 0  # since the last gradient
         self.gradient_shapes: set[tuple[int, ...]] = set()  # of gradients under computation
+        self.events: list[list[Any]] = []
+        self._allocations: dict[int, list[Any]] = {}  # the event of each living storage, by its address
         self._sizes: dict[int, tuple[int, str]] = {}  # by the address of a living storage
         self._references: dict[int, weakref.ref[Any]] = {}
         self._addresses = {_address(tensor) for tensor in known}
@@ -174,6 +177,12 @@ class LiveBytes(TorchDispatchMode):
         if gradient is None:
             return
         address = _address(gradient)
+        allocation = self._allocations.get(address)
+        if allocation is None:
+            self.note("gradient", -1, 0, name)
+        else:
+            allocation[0] = "fixed"
+            self.note("gradient", allocation[1], allocation[2], name)
         size, kind = self._sizes.get(address, (0, "gradient"))
         # A bias may have its gradient while a larger one is made, which the peak beside it belongs to.
         others = self._making - (size if kind == "making" else 0)
@@ -194,10 +203,15 @@ class LiveBytes(TorchDispatchMode):
             size, kind = self._sizes.pop(address, (0, ""))
             if kind:
                 self._references.pop(address)
+                self._allocations.pop(address)[0] = "state"
                 self._add(kind, -size)
                 self._addresses.add(address)
                 total += size
         return total
+
+    def note(self, what: str, number: int = -1, nbytes: int = 0, name: str = "") -> None:
+        """Add an event."""
+        self.events.append([what, number, nbytes, name])
 
     def reset(self) -> None:
         """Reset the peaks."""
@@ -215,11 +229,16 @@ class LiveBytes(TorchDispatchMode):
         nbytes = round_up(storage.nbytes(), self.block)
         self._sizes[address] = nbytes, kind
         self._references[address] = weakref.ref(storage, lambda _: self._forget(address))
+        self.note("value" if kind == "value" else "fixed", len(self.events), nbytes)
+        self._allocations[address] = self.events[-1]
         self._add(kind, nbytes)
 
     def _forget(self, address: int) -> None:
         size, kind = self._sizes.pop(address, (0, ""))
         self._references.pop(address, None)
+        allocation = self._allocations.pop(address, None)
+        if allocation is not None:
+            self.note("free", allocation[1])
         if kind:
             self._add(kind, -size)
 

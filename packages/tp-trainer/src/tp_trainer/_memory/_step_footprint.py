@@ -1,6 +1,6 @@
 """The memory of one training step, measured on fake tensors, which have no memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -122,11 +122,15 @@ def _run_step(
                 )
                 stack.callback(hook.remove)
         for name, module in model.named_modules():
+            if name:
+                stack.callback(_mark(module, name, live).remove)
             if name and next(module.children(), None) is not None:
                 stack.callback(_watch(module, name, live, kept, passed).remove)
         device = next(iter(model.parameters())).device
         run = in_precision(lambda s, m, b: s(m, b), precision, device)
         batch_nbytes = nbytes_of(tensors_in(batch), block=live.block)
+        for number, tensor in enumerate(tensors_in(batch)):
+            live.note("batch", -number, nbytes_of([tensor], block=live.block))
         with live:
             loss = loss_of(run(step, model, batch), training=True)
             casts = live.casts
@@ -134,6 +138,7 @@ def _run_step(
                 tuple(sorted(p.shape)) for p in model.parameters() if p.requires_grad and p.dim() > 1
             }
             live.is_forward = False
+            live.note("backward")
             loss.backward()
             del loss
     return replace(
@@ -146,6 +151,7 @@ def _run_step(
         kept=kept,
         passed=passed,
         timeline=live.timeline,
+        trace=live.events,
         keys=live.keys,
         attentions=live.attentions,
         attention=live.attention,
@@ -175,12 +181,19 @@ def _with_lower(
         log.debug("a step could not be run with parameters in the lower dtype", exc_info=True)
         return replace(footprint, alone=max(0, footprint.alone - footprint.casts))
     own = {name: getattr(lower, name) for name in ("alone", "kept", "passed", "timeline")}
-    return replace(footprint, **own)
+    return replace(footprint, **own, lower_trace=lower.trace)
+
+
+def _mark(module: nn.Module, name: str, live: LiveBytes) -> "_Hooks":
+    """Note in the trace where the forward pass of a module begins and ends."""
+    before = module.register_forward_pre_hook(lambda *_: live.note("begin", name=name))
+    after = module.register_forward_hook(lambda *_: live.note("end", name=name))
+    return _Hooks((before, after))
 
 
 def _watch(
     module: nn.Module, name: str, live: LiveBytes, kept: dict[str, int], passed: dict[str, int]
-) -> Any:
+) -> "_Hooks":
     """Record the bytes that a module's forward passes keep, and the bytes of their outputs."""
     began: list[int] = []
     before = module.register_forward_pre_hook(lambda *_: began.append(live.values - live.casts))
@@ -191,12 +204,18 @@ def _watch(
 
     after = module.register_forward_hook(note)
 
-    class _Both:
-        def remove(self) -> None:
-            before.remove()
-            after.remove()
+    return _Hooks((before, after))
 
-    return _Both()
+
+class _Hooks:
+    """Hooks that are removed together."""
+
+    def __init__(self, hooks: Sequence[Any]) -> None:
+        self._hooks = hooks
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
 
 def _choose_kernels(optimizer: Optimizer, device: torch.device | None) -> None:
@@ -230,6 +249,7 @@ def _run_update(
         optimizer.step()
         live.keep(_state_of(optimizer))
         live.reset()
+        live.note("again")
         optimizer.step()
     states = _state_of(optimizer)
     # Numbers of steps, which torch leaves with the host.
@@ -241,6 +261,7 @@ def _run_update(
         footprint,
         optimizer=nbytes_of(counts) + nbytes_of(others, block=block),
         update=max(live.highest, norms),
+        update_trace=live.events,
     )
 
 
