@@ -72,7 +72,7 @@ def _rank_0_cannot_measure():
     of = "tp_trainer._memory._job_memory."
     failing = patch(of + "_measure", side_effect=ValueError("no weights"))
     with (
-        patch(of + "LEAST_PART", 0.0),
+        patch("tp_core._contracts._job._LEAST_PART", 0.0),
         failing,
         Trainer(seed=0, devices="cpu", progress=False) as trainer,
         pytest.raises((ValueError, RankFailedError)) as caught,

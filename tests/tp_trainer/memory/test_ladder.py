@@ -13,7 +13,7 @@ from tp_core.jobs import Footprint
 from tp_core.plugins import Job, registry
 from tp_trainer import FsdpOptions
 
-WIDTH, BLOCKS = 256, 8
+WIDTH, BLOCKS = 2048, 8
 
 
 class Block(nn.Module):
@@ -26,7 +26,8 @@ class Block(nn.Module):
 
 
 def make_model():
-    return nn.Sequential(*(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, 1, bias=False))
+    with torch.device("meta"):
+        return nn.Sequential(*(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, 1, bias=False))
 
 
 MODEL = make_model()
@@ -115,6 +116,18 @@ def test_where_nothing_is_known_parameters_are_let_go():
     assert way_of(10 * KEPT, footprint=unknown)[0] is True
 
 
+def test_a_small_model_has_the_same_options_measured_or_not():
+    for model, free in ((nn.Linear(4, 4), 2**40), (MODEL, 2**50)):
+        measured = dataclasses.replace(make_job(free), model=model)
+        assert measured.is_small(free)
+        plain = dataclasses.replace(measured, footprint=None, free_nbytes=None)
+        assert resolve_options(measured, FsdpOptions(), ranks=4) == resolve_options(
+            plain, FsdpOptions(), ranks=4
+        )
+        # Where the trainer chooses what is computed again, each model is measured.
+        assert not dataclasses.replace(measured, recomputation="nothing").is_small(free)
+
+
 def test_what_was_asked_for_is_kept():
     options = FsdpOptions(reshard_after_forward=False, activation_checkpointing=False, offload=False)
     assert resolve_options(make_job(1), options, ranks=4) == options
@@ -132,7 +145,5 @@ def test_auto_is_ddp_where_it_fits_and_else_fsdp():
     selection = select(make_job(whole - 1), backends, environ={})
     assert selection.chosen.name == "fsdp"
     text = str(selection)
-    assert (
-        f"needs {round(whole / 2**20)} MiB of {round((whole - 1) / 2**20)} free on cuda:0: weights 2" in text
-    )
+    assert f"needs {whole / 2**30:.1f} GiB of {whole / 2**30:.1f} free on cuda:0: weights 0.1" in text
     assert "less is needed with a smaller batch" in text

@@ -18,6 +18,10 @@ from tp_core.errors import ConfigError
 from tp_core.modules._parameters import is_dtensor, is_sharded
 
 _GIB = 2**30
+_MEASURED_NBYTES = 64 * 2**20
+"""The bytes of weights from which on the memory of a job is measured."""
+_LEAST_PART = 0.05
+"""The part of the free memory for weights, gradients and optimizer state, below which nothing is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -432,6 +436,21 @@ class Job:
         if self.model is None:
             return None
         return ModelTraits.of(self.model)
+
+    def is_small(self, free_nbytes: int | None) -> bool:
+        """Return whether the model needs so little memory that this decides nothing, and is not measured.
+
+        Args:
+            free_nbytes: The free memory of each device; ``None`` if it is not known.
+        """
+        traits = self.traits
+        if traits is None:
+            return True
+        if self.recomputation is not None:  # which is chosen by what is measured
+            return False
+        # Weights, gradients and two values of an optimizer.
+        states = 4 * traits.nbytes
+        return traits.nbytes < _MEASURED_NBYTES or states < _LEAST_PART * (free_nbytes or 0)
 
     def new_allocator(self) -> CachingAllocator | None:
         """Return an allocator like the one of its devices; ``None`` where theirs has no segments."""

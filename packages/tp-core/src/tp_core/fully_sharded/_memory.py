@@ -45,10 +45,13 @@ class _Unit:
 
 
 def resolve_options(job: Job, options: OptionsT, *, ranks: int) -> OptionsT:
-    """Return the options with values in place of "auto": the fastest ones with which the job fits."""
+    """Return the options with values in place of "auto": the fastest ones with which the job fits.
+
+    A job that is small has the usual ones, whether its memory was measured, as in estimates, or not.
+    """
     candidates = list(_candidates(job, options))
     footprint, model = job.footprint, job.model
-    if footprint is None or model is None:
+    if footprint is None or model is None or job.is_small(job.free_nbytes):
         if len(candidates) == 1:
             return candidates[0]
         return _usual(options)

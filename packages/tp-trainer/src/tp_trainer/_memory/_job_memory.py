@@ -21,9 +21,6 @@ from tp_trainer._opening._agreement import agree_at_start
 
 log = get_logger("tp_trainer")
 
-LEAST_PART = 0.05
-"""The part of the free memory for weights, gradients and optimizer state, below which nothing is measured."""
-
 RESERVED = {"cpu": 128 * 2**20}
 RESERVED_ELSEWHERE = 512 * 2**20
 """The bytes of a device that are not for tensors: libraries load code and take workspaces at first use."""
@@ -85,8 +82,7 @@ def _with_memory(job: Job, work: StepParts) -> Job:
     def decide(everyones: list[int | None]) -> dict[str, Any]:
         free_bytes = [free for free in everyones if free is not None]
         free = min(free_bytes, default=None)
-        is_small = job.recomputation is None and 4 * traits.nbytes < LEAST_PART * (free or 0)
-        if free is None or is_small:
+        if free is None or job.is_small(free):
             return {"footprint": None, "free": None}
         return {"footprint": _measure(model, job, work).to_dict(), "free": free}
 

@@ -159,10 +159,6 @@ def _check_options(job: Job, installed: Mapping[str, Backend[Any]]) -> None:
 # -- Opening the session of a selected backend, for `Trainer` and `ParallelTrainer` ---------------
 
 
-MEASURED_NBYTES = 64 * 2**20
-"""The bytes of weights from which on the memory of a job is estimated before a backend is chosen."""
-
-
 def open_session(selection: Selection, job: Job, facts: Mapping[str, Any]) -> Session:
     """Open ``job`` on the selected backend, after a check that all ranks have the same facts.
 
@@ -340,11 +336,11 @@ class LazySession:
         job = replace(self._job, model=joined(models), seed=seed)
         jobs: Iterable[Job] = [job]
         # Every rank knows the size without an exchange; for a small model a measurement is not worth it.
-        is_small = job.traits is None or job.traits.nbytes < MEASURED_NBYTES
+        is_small = job.is_small(None)
         if self._estimated is not None:
             jobs = [replace(self._estimated, model=job.model, seed=seed)]
             self._estimated = None  # if the session does not open, the next call may be for another model
-        elif estimate is not None and job.traits and not (is_small and job.recomputation is None):
+        elif estimate is not None and job.traits and not is_small:
             jobs = estimate(job)
         for job in jobs:
             selection = choose(job, self.plugins, self._backend)
