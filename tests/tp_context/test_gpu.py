@@ -11,8 +11,9 @@ from tp_context import attention
 
 # private, all: without a model and its check
 from tp_context._algorithms import attend
-from tp_context._attention_inputs import Inputs, Rules
+from tp_context._attention_inputs import Inputs, QueryKeyCuts, Rules
 from tp_context._patches import patched
+from tp_context._score_blocks import ROWS, ring_blocks, score_blocks
 from tp_testing import run_ranks
 
 from tests.accelerator import GPU, group_of_two, needs_two, on_a_card
@@ -199,3 +200,18 @@ def test_the_peak_of_memory_grows_with_the_tokens_and_not_with_their_square():
             assert found[algorithm, many] < 4.2 * found[algorithm, few]
             # A quarter of what the scores of this rank's queries would need.
             assert found[algorithm, many] < 2 * many * many / 2 * 4 / 4
+
+
+@pytest.mark.parametrize("algorithm", ["all-gather", "ring"])
+@pytest.mark.sync_budget(1)
+def test_the_host_waits_once_for_all_tiles_of_a_mask(algorithm):
+    tokens = 3 * ROWS + 7
+    mask = torch.ones(tokens, tokens, dtype=torch.bool, device=GPU).tril().triu(-ROWS)
+    cut = cuts_of(tokens, rank=0, size=1).of_whole(tokens)
+    if algorithm == "ring":
+        blocks = list(ring_blocks(mask, QueryKeyCuts(cut, cut), 0))
+    else:
+        q = torch.zeros(1, 1, tokens, 1, device=GPU)
+        blocks = list(score_blocks(Inputs(q, q, q, mask), Rules(cut, None)))
+    assert len(blocks) > 3
+    assert all(b.begin == max(0, b.first - ROWS) and b.end == b.last for b in blocks)

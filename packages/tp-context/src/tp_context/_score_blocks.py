@@ -77,10 +77,11 @@ def _causal_blocks(inputs: Inputs, rules: Rules) -> Iterator[ScoreBlock]:
 def _masked_blocks(inputs: Inputs, mask: Tensor, rules: Rules) -> Iterator[ScoreBlock]:
     """Yield neighbors in the sequence, with the keys from the first to the last that one of them sees."""
     count, length = inputs.query.size(-2), inputs.key.size(-2)
-    for first, last in _steps(rules.rows, count, ROWS):
-        begin, end = 0, length
-        if mask.size(-1) > 1:
-            begin, end = _seen_keys(mask[..., first:last, :])
+    steps = list(_steps(rules.rows, count, ROWS))
+    ranges = [(0, length)] * len(steps)
+    if mask.size(-1) > 1:
+        ranges = _seen_keys(mask, steps)
+    for (first, last), (begin, end) in zip(steps, ranges, strict=True):
         block = ScoreBlock(first, last, begin, end, None)
         yield block._replace(sees=block.part(mask))
 
@@ -108,19 +109,34 @@ def _steps(rows: Cut | None, count: int, step: int) -> Iterator[tuple[int, int]]
         at += length
 
 
-def _seen_keys(mask: Tensor) -> tuple[int, int]:
-    """Return the range of keys that rows see.
+def _seen_keys(mask: Tensor, steps: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the range of keys that the rows of each step see.
 
     If a row is fully masked, it is the range of all keys: the softmax over them may be uniform.
     """
-    sees = mask
-    if mask.dtype is not torch.bool:
-        sees = mask.detach() > torch.finfo(mask.dtype).min / 2
-    sees = sees.reshape(-1, sees.size(-1))
-    if not bool(sees.any(-1).all()):
-        return 0, sees.size(-1)
-    seen = sees.any(0).nonzero()
-    return int(seen[0]), int(seen[-1]) + 1
+    facts = []
+    for first, last in steps:
+        sees = mask[..., first:last, :]
+        if mask.dtype is not torch.bool:
+            sees = sees.detach() > torch.finfo(mask.dtype).min / 2
+        sees = sees.reshape(-1, sees.size(-1))
+        facts.append(torch.stack([*_ends(sees), sees.any(-1).all().long()]))
+    length = mask.size(-1)
+    return [(begin, end) if sees_any else (0, length) for begin, end, sees_any in _read(facts)]
+
+
+def _ends(sees: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first of the columns of (rows, columns) that a row sees, and the one after the last."""
+    seen = sees.any(0).byte()  # whose argmax is the first one
+    return seen.argmax(), len(seen) - seen.flip(0).argmax()
+
+
+def _read(facts: list[Tensor]) -> list[list[int]]:
+    """Return the numbers of each tensor. The host waits for the device once, for all of them."""
+    if not facts:
+        return []
+    numbers: list[list[int]] = torch.stack(facts).tolist()
+    return numbers
 
 
 def fused_blocks(inputs: Inputs, rules: Rules) -> Iterator[ScoreBlock]:
@@ -155,19 +171,28 @@ def ring_blocks(
         yield ScoreBlock(0, rows.tokens, 0, keys.counts[source], None)
         return
     if mask is not None:
+        if not keys.counts[source]:
+            return
         columns = mask
         if mask.size(-1) > 1:
             columns = keys.take(mask, -1, source)
-        for first, last in _steps(rows, rows.tokens, ROWS):
-            sees = ScoreBlock(first, last, 0, keys.counts[source], None).part(columns)
-            seen = sees.reshape(-1, sees.size(-1)).any(0).nonzero()
-            if not len(seen):
+        steps = list(_steps(rows, rows.tokens, ROWS))
+        blocks = [ScoreBlock(first, last, 0, keys.counts[source], None) for first, last in steps]
+        facts = []
+        for block in blocks:
+            sees = block.part(columns)
+            sees = sees.reshape(-1, sees.size(-1))
+            facts.append(torch.stack([*_ends(sees), sees.count_nonzero()]))
+        for block, (begin, end, count) in zip(blocks, _read(facts), strict=True):
+            if not count:
                 continue
-            begin, end = 0, keys.counts[source]
+            sees, keys_seen = block.part(columns), (block.begin, block.end)
             if sees.size(-1) > 1:
-                begin, end = int(seen[0]), int(seen[-1]) + 1
-            sees = sees[..., begin:end]
-            yield ScoreBlock(first, last, begin, end, None if bool(sees.all()) else sees)
+                keys_seen = (begin, end)
+                sees = sees[..., begin:end]
+            # Where as many are seen as there are, all are.
+            sees_all = count == sees.numel()
+            yield ScoreBlock(block.first, block.last, *keys_seen, None if sees_all else sees)
         return
     at = 0
     for begin, end in rows.own:
