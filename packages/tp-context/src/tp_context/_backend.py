@@ -209,7 +209,7 @@ def _sliced(footprint: Footprint, context: int, attention: str, scores: int) -> 
         for event in trace:
             events.append(event)
             if event[0] == "backward" and gathered:
-                events.append(("value", len(trace), gathered, ""))
+                events.append(("value", -len(trace) - 1, gathered, ""))  # no other has this number
         return events
 
     casts, activations = footprint.casts, footprint.activations

@@ -122,7 +122,7 @@ def _seen_keys(mask: Tensor, steps: Iterable[tuple[int, int]]) -> list[tuple[int
         sees = sees.reshape(-1, sees.size(-1))
         facts.append(torch.stack([*_ends(sees), sees.any(-1).all().long()]))
     length = mask.size(-1)
-    return [(begin, end) if sees_any else (0, length) for begin, end, sees_any in _read(facts)]
+    return [(begin, end) if all_see else (0, length) for begin, end, all_see in _read(facts)]
 
 
 def _ends(sees: Tensor) -> tuple[Tensor, Tensor]:

@@ -208,11 +208,7 @@ def peak_of_rank(job: Job, footprint: Footprint, model: nn.Module, work: RankWor
             for nbytes in trained:
                 memory.hold(_multiples(state, nbytes))
         if updated >= 1:
-            temporary = [
-                round(min(1.0, updated - i) * nbytes)
-                for i in range(-int(-updated // 1))
-                for nbytes in trained
-            ]
+            temporary = [piece for nbytes in trained for piece in _multiples(updated, nbytes)]
         else:
             temporary = [max(trained, default=0)]
         memory.drop(memory.hold(temporary))
