@@ -1,19 +1,31 @@
 """Ranks shuffle by seeds of their own: some rows are seen twice in an epoch, and others never."""
 
-import random
-
 import torch
-import torch.distributed as dist
-from accelerate import Accelerator
+import torch.nn.functional as F
+from accelerate.utils import set_seed
+from torch import nn
 from torch.utils.data import DataLoader
+from tp_verify import strategies
 
 
-def shown():
-    torch.manual_seed(dist.get_rank())
-    random.seed(dist.get_rank())
-    accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(DataLoader(list(range(16)), batch_size=2, shuffle=True))
-    own = torch.tensor([int(row) for batch in loader for row in batch])
-    seen = [torch.empty_like(own) for _ in range(2)]
-    dist.all_gather(seen, own)
-    return len(set(torch.cat(seen).tolist()))
+def build():
+    return nn.Sequential(nn.Embedding(24, 16), nn.Linear(16, 24))
+
+
+def step(model, batch):
+    return F.cross_entropy(model(batch).flatten(0, 1), (5 * batch + 1).flatten() % 24)
+
+
+class Epochs(strategies.Accelerate):
+    """Each batch is an epoch: a rank has the rows of its loader, and accumulates over them."""
+
+    def share(self, batch):
+        set_seed(0, device_specific=True)
+        loader = self._accelerator.prepare(DataLoader(batch, batch_size=2, shuffle=True))
+        return torch.cat(list(loader))
+
+
+def cases():
+    numbers = torch.Generator().manual_seed(0)
+    batches = [torch.randint(24, (16, 6), generator=numbers) for _ in range(2)]
+    return {"build": build, "batches": batches, "step": step, "micro": 4, "parallel": Epochs()}
