@@ -115,6 +115,26 @@ def test_what_no_batch_reached_is_listed(ranks):
     assert "parameters that got no gradient: unused.weight, unused.bias" in report.not_covered
 
 
+class Validated(strategies.DDP):
+    """DDP that evaluates on other rows before the step ends."""
+
+    def backward(self, model, step, parts):
+        loss = super().backward(model, step, parts)
+        model.eval()
+        with torch.no_grad():
+            step(model, torch.ones(4, 3, dtype=torch.float64))
+        model.train()
+        return loss
+
+
+def test_an_evaluation_amid_a_step_is_no_part_of_it(ranks):
+    batch = torch.ones(3, 3).cumsum(0)  # rows that do not divide, so that weights count
+    options = {"parallel": Validated(find_unused_parameters=True), "step": square, "vary": False}
+    report = verify(Branches, [batch], ranks=ranks, **options)
+    assert report.ok, str(report)
+    assert report.compared["outputs of modules"]
+
+
 class OfOneLength(strategies.DDP):
     """DDP of a model that is right for batches of the user's length alone."""
 

@@ -82,6 +82,25 @@ def test_calls_of_other_threads_are_left_out():
     assert len(recording.outputs) == 1
 
 
+def test_an_evaluation_amid_a_training_is_left_out():
+    model = nn.Linear(3, 3)
+    with Recording(model) as recording:
+        model(torch.ones(2, 3))
+        model.eval()
+        with torch.no_grad():
+            model(torch.zeros(2, 3))
+        assert len(recording.outputs) == 1
+        model(torch.zeros(2, 3))  # trained in this mode
+    assert len(recording.outputs) == 2
+
+
+def test_an_evaluation_is_recorded_where_it_is_asked_for():
+    model = nn.Linear(3, 3).eval()
+    with Recording(model) as recording, torch.no_grad():
+        model(torch.ones(2, 3))
+    assert len(recording.outputs) == 1
+
+
 def test_a_check_leaves_no_trace():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout())
     model[2].eval()

@@ -364,7 +364,8 @@ def _noting(step: Step, seen: StepRecord) -> Step:
     def noting(module: nn.Module, part: Any) -> Any:
         output = step(module, part)
         _, weight = loss_and_weight(output, part)
-        seen.weight += weight
+        if torch.is_grad_enabled():  # else it evaluates
+            seen.weight += weight
         return output
 
     return noting

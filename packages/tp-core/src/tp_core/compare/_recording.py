@@ -45,7 +45,7 @@ class Recording:
     """A context manager that records the floating-point tensors that a model's modules return.
 
     The orders are those in time. Runs for stand-ins (``FakeTensor``) are left out, and so is what is computed
-    again for a checkpoint in the backward pass, or in other threads.
+    again for a checkpoint in the backward pass, or in other threads, and an evaluation amid a training.
 
     Args:
         model: The model. Hooks are put on its modules, and removed at the end.
@@ -85,8 +85,10 @@ class Recording:
         self._handles: list[Any] = []
         # Replicas share a module's hooks, and simulated ranks are threads.
         self._thread = threading.get_ident()
+        self._was_training = False
 
     def __enter__(self) -> Self:
+        self._was_training = self.model.training
         # Of a wrapper and its module, which may have one name, the module.
         plain = self._plain_name
         modules = self.model.named_modules()
@@ -156,6 +158,9 @@ class Recording:
         if threading.get_ident() != self._thread:
             return True
         if in_backward_pass():
+            return True
+        if self._was_training and not self.model.training and not torch.is_grad_enabled():
+            # A loop may evaluate between two micro-batches of a step: on other batches.
             return True
         first = next(self.model.parameters(), None)
         return type(first).__name__ == "FakeTensor"  # torch has no public name for it
