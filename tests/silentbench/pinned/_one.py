@@ -11,7 +11,7 @@ from tp_verify import verify
 def main(file: str, number: int) -> None:
     cases = load_function(f"{file}:cases", example="cases")()
     case = cases if isinstance(cases, dict) else cases[number]
-    with RankPool(2, timeout_s=600) as pool:
+    with RankPool(case.get("ranks", 2), timeout_s=600) as pool:
         report = verify(**{**case, "ranks": pool, **({"reload_on": pool} if "reload_on" in case else {})})
     print(json.dumps({"found": not report.ok, "said": str(report.finding or ""), "seconds": report.seconds}))
 

@@ -1,4 +1,4 @@
-"""Accelerate's ``reduce`` on CPU ranks adds the places of a tensor, and not those of the ranks."""
+"""Accelerate's ``reduce``, on CPU ranks or on one device, takes a tensor's own places together."""
 
 import torch
 import torch.nn.functional as F
@@ -35,4 +35,5 @@ class Reduced(Strategy):
 def cases():
     numbers = torch.Generator().manual_seed(0)
     batches = [torch.randint(24, (8, 6), generator=numbers) for _ in range(2)]
-    return {"build": build, "batches": batches, "step": step, "parallel": Reduced()}
+    case = {"build": build, "batches": batches, "step": step, "parallel": Reduced()}
+    return [case, case | {"ranks": 1}]
