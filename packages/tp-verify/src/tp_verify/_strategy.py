@@ -31,8 +31,8 @@ class Strategy:
         name: The name in reports.
 
     Attributes:
-        reorders: Whether ranks have rows, or places of a sequence, in an order that :meth:`share` does not say,
-            as of a loader that shuffles, or zigzag slices. Activations are then compared in any order.
+        reorders: Whether ranks have rows, or places of a sequence, in an order that :meth:`share` does not
+            say, as of a loader that shuffles, or zigzag slices. Activations are then compared in any order.
 
     Example:
         >>> from torch.distributed.fsdp import fully_shard
