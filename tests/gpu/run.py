@@ -9,8 +9,9 @@ rehearses it on simulated devices.
 
 It needs Python, torch, and pytest for the tests; the packages are taken from the sources beside it unless
 they are installed. Each package's tests and each benchmark is a process with a deadline: what fails, hangs
-or crashes is written down, and the rest goes on. The file is written after each of them. The exit status is
-0 unless something failed: what is skipped, is skipped with its reason.
+or crashes is written down, and the rest goes on. The file is written as each test ends, so a run that is
+killed leaves what it knew, and no process. The exit status is 0 unless something failed: what is skipped, is
+skipped with its reason.
 """
 
 import argparse
@@ -155,8 +156,7 @@ try:
 except Exception as error:
     found["error"] = repr(error)
 from importlib import metadata
-ours = ("context", "core", "data", "dp-gather", "pipeline", "runner", "shard", "trainer", "tuple", "verify")
-for name in ("pytest", "numpy", *(f"tp-{name}" for name in ours)):
+for name in ("pytest", "numpy", *sys.argv[1:]):
     try:
         found[name] = metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -167,7 +167,9 @@ print(json.dumps(found))
 
 def describe_machine(environment, deadline):
     """Return Python's, torch's and the packages' versions, and the devices."""
-    output, status = run([sys.executable, "-c", MACHINE], environment, deadline=min(deadline, now() + 90))
+    ours = sorted(path.name for path in (ROOT / "packages").glob("tp-*"))
+    command = [sys.executable, "-c", MACHINE, *ours]
+    output, status = run(command, environment, deadline=min(deadline, now() + 90))
     try:
         found = json.loads(output.strip().splitlines()[-1])
     except (IndexError, ValueError):
@@ -180,6 +182,14 @@ def describe_machine(environment, deadline):
 
 def now():
     return time.monotonic()
+
+
+WATCHER = """
+import os, signal, sys
+if not sys.stdin.buffer.read(1):
+    os.killpg(int(sys.argv[1]), signal.SIGKILL)
+"""
+"""Ends a process and what it started when this one is killed: they would go on using the device."""
 
 
 def run(command, environment, *, deadline, is_over=lambda: False, folder=ROOT):
@@ -201,6 +211,11 @@ def run(command, environment, *, deadline, is_over=lambda: False, folder=ROOT):
             cwd=folder,
             start_new_session=True,
         )
+        watcher = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", WATCHER, str(process.pid)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
         try:
             while process.poll() is None and now() < deadline and not is_over():
                 time.sleep(0.1)
@@ -209,6 +224,7 @@ def run(command, environment, *, deadline, is_over=lambda: False, folder=ROOT):
             # What it has started may outlive it.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            watcher.communicate(b"-")
             process.wait()
         printed.seek(0)
         return printed.read().decode(errors="replace"), status
@@ -260,12 +276,23 @@ def run_tests(
     """
     known = {}  # name -> entry
     left = [str(path) for path in files]
+
+    def add_new(entries):
+        new = {name: entry for name, entry in entries.items() if name not in known}
+        known.update(new)
+        if new:
+            add(list(new.values()))
+
     for attempt in range(TRIES):
         folder = Path(tempfile.mkdtemp(dir=ini.parent))
         record = folder / "record"
 
         def is_stuck(record=record):
-            running = _running(read_record(record))
+            events = read_record(record)
+            starts = [i for i, event in enumerate(events) if event["event"] == "start"]
+            # Before the last start: what a test warned of is written after its end.
+            add_new(_entries(events[: starts[-1]] if starts else [], package)[1])
+            running = _running(events)
             return running is not None and time.time() - running["at"] > limit_s
 
         command = [
@@ -279,8 +306,7 @@ def run_tests(
         ]
         output, status = run(command, environment, deadline=deadline, is_over=is_stuck, folder=root)
         events = read_record(record)
-        ids, fresh = _entries(events, package)
-        fresh = {name: entry for name, entry in fresh.items() if name not in known}
+        ids, entries = _entries(events, package)
         running = _running(events)
         if running is not None:
             outcome, reason = "crashed", output[-3000:]
@@ -288,12 +314,11 @@ def run_tests(
                 outcome, reason = "timeout", f"not over after {limit_s:.0f} s"
                 if now() >= deadline:
                     outcome, reason = "not run", "out of time"
-            fresh[running["id"]] = _entry(running["id"], package, outcome, reason=reason)
-        known |= fresh
-        add(list(fresh.values()))
+            entries[running["id"]] = _entry(running["id"], package, outcome, reason=reason)
+        add_new(entries)
         left = [name for name in ids if name not in known]
         is_out_of_time = now() >= deadline
-        if not ids and not fresh:
+        if not ids and not entries:
             outcome, reason = "not collected", f"status {status}: {output[-3000:]}"
             if is_out_of_time:
                 outcome, reason = "not run", "out of time"

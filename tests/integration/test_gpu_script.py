@@ -3,9 +3,11 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -214,6 +216,68 @@ def test_when_time_is_up_what_was_not_run_is_said(tests_of, script, tmp_path, mo
     found = tests_of(TESTS)
     for name in ("test_that_hangs", "test_that_dies"):
         assert (found[name]["outcome"], found[name]["reason"]) == ("not run", "out of time")
+
+
+PROGRAM = """
+import importlib.util, pathlib, sys
+_, path, folder = sys.argv
+spec = importlib.util.spec_from_file_location("script", path)
+script = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(script)
+folder = pathlib.Path(folder)
+script.groups_of_tests = lambda _: {"package": [folder / "test_a.py"]}
+sys.exit(script.main(["--json", str(folder / "out.json"), "--only", "tests"]))
+"""
+
+KILLED = """
+import os, pathlib, time
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+def test_first():
+    pass
+
+def test_that_hangs():
+    pathlib.Path(__file__).with_name("pid").write_text(str(os.getpid()))
+    time.sleep(800)
+"""
+
+
+def wait_until(condition, deadline_s=120.0):
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def is_alive(process_id):
+    # One that has ended and that nobody has waited for yet is a zombie, "Z".
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+def test_a_run_that_is_killed_leaves_what_it_knew_and_no_process(tmp_path, number):
+    (tmp_path / "test_a.py").write_text(KILLED)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    out, noted = tmp_path / "out.json", tmp_path / "pid"
+    started = subprocess.Popen(
+        [sys.executable, tmp_path / "program.py", SCRIPT, tmp_path], stdout=subprocess.DEVNULL, cwd=ROOT
+    )
+    try:
+        wait_until(lambda: noted.exists() and noted.read_text() and "test_first" in out.read_text())
+        assert is_alive(noted.read_text())
+        started.send_signal(number)
+        wait_until(lambda: not is_alive(noted.read_text()))
+    finally:
+        started.kill()
+        started.wait()
+    (entry,) = json.loads(out.read_text())["tests"]
+    assert (entry["name"].partition("::")[2], entry["outcome"]) == ("test_first", "passed")
 
 
 @pytest.mark.slow
