@@ -38,6 +38,13 @@ inline bool has_shapes_of_its_own(const std::string& name) {
   return names.count(name) > 0;
 }
 
+// Calls a kernel, which puts its results in the place of its arguments. These outlive the call: of a kernel with
+// several targets torch 2.11 drops the arguments first, and then takes its results, which are references to them.
+inline void call(const c10::OperatorHandle& op, Stack& stack) {
+  Stack arguments = stack;
+  op.callBoxed(&stack);
+}
+
 // Applies a function to each tensor of a value, and puts devices in the place of this one's.
 template <class Function>
 IValue mapped(const IValue& value, c10::DeviceType device, Function function) {
@@ -285,7 +292,7 @@ class Call {
       return meta;
     });
     try {
-      op_.callBoxed(&stack);
+      call(op_, stack);
     } catch (const std::exception&) {
       return {};
     }
@@ -341,7 +348,7 @@ class Call {
     enter(stream, launch_time(stream), schema_.name(), std::move(entered));
     launch(stream, [op = op_, stack, targets, dies = is_last_kernel()]() mutable {
       TORCH_CHECK(!dies, "it was to die at this kernel, ", op.schema().name());
-      op.callBoxed(&stack);
+      call(op, stack);
       for (size_t i = 0; i < targets.size(); i++) write(targets[i], stack[i], op.schema().name());
     });
     return results;
@@ -368,7 +375,7 @@ class Call {
     });
     {
       Isolated isolated;
-      op_.callBoxed(&stack);
+      call(op_, stack);
     }
     Stack results;
     for (size_t i = 0; i < stack.size(); i++) {
@@ -487,6 +494,9 @@ TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::m
 using at::Scalar;
 using at::ScalarType;
 using at::autocast::CastPolicy;
+#if __has_include(<ATen/core/Dimname.h>)  // in torch 2.11 the macros name it, too
+using at::DimnameList;
+#endif
 
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 #define LOWER_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
