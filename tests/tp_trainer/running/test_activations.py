@@ -12,6 +12,7 @@ from tp_testing import run_ranks
 from tp_trainer import FsdpOptions, Trainer, checkpoint_activations
 from tp_trainer._memory import _job_memory  # private: memory that is short cannot be had here
 
+from tests.installed import needs_failed_checkpoints_to_end
 from tests.reference_training import squared_error
 from tests.tp_trainer.callback_run import BACKENDS, data
 
@@ -82,6 +83,7 @@ def test_the_numbers_are_the_same_on_devices_of_one_process(backend):
     assert compare(backend, dropout=0.3 if backend == "single" else 0.0)
 
 
+@needs_failed_checkpoints_to_end
 @pytest.mark.parametrize("backend", ["tuple", "dp-gather"])
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_dropout_in_blocks_of_replicas_that_share_a_generator_is_refused(backend, policy):
