@@ -9,6 +9,8 @@ import tp_shard as ts
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from tp_core import device_types
 from tp_core.errors import ConfigError, DisagreementError, NonFiniteLossError
 
 from tests.tp_shard.on_each_rank import Net, PlainNet
@@ -168,3 +170,25 @@ def test_on_two_ranks(on_ranks, check):
 def test_without_gradients_the_norm_is_on_the_device_of_the_parameters():
     model = nn.Linear(2, 2, device="meta")
     assert ts.clip_grad_norm_(model, 1.0).device == model.weight.device  # NCCL takes no tensor of the CPU
+
+
+class WithoutDoubles(TorchDispatchMode):
+    """Stands for a device that has no float64, as Apple's."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
+            msg = "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64"
+            raise TypeError(msg)
+        return result
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_a_device_without_float64_clips(monkeypatch, norm_type):
+    monkeypatch.setattr(device_types, "_APPLE", "cpu")
+    model = nn.Linear(3, 2)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 2.0)
+    with WithoutDoubles():
+        norm = ts.clip_grad_norm_(model, 1.0, norm_type=norm_type)
+    torch.testing.assert_close(norm, torch.tensor(2.0 if norm_type == math.inf else 32.0**0.5))

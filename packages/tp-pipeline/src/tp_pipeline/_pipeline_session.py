@@ -24,6 +24,7 @@ from tp_core.data import (
     combine_outputs,
     near_power_of_two,
 )
+from tp_core.device_types import wide_float
 from tp_core.errors import ConfigError, DisagreementError, ModelError, StepError, TpError
 from tp_core.fully_sharded import whole_matrix_optimizer
 from tp_core.jobs import CompileOptions
@@ -591,7 +592,7 @@ class PipelineSession(ProcessGroupSession):
             norm = self._inner.grad_norm(nn.ParameterList(counted), norm_type=norm_type)
         else:
             norm = nn.utils.get_total_norm([p.grad for p in counted if p.grad is not None], norm_type)
-        powers = norm.to(self.device, torch.float64)
+        powers = norm.to(self.device, wide_float(self.device))
         groups: list[dist.ProcessGroup | None] = [self._pipeline.group]
         if self._rows is not None:
             groups.append(self._data_group)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.compare import Bound
-from tp_core.device_types import EXAMPLE
+from tp_core.device_types import EXAMPLE, wide_float
 from tp_core.errors import ConfigError, DisagreementError, NonFiniteLossError
 from tp_core.state import hook_steps
 from tp_core.tensors import copy_attributes, norm_dtype
@@ -145,8 +145,8 @@ def _norm_over_groups(norms: dict[Axes, Tensor], norm_type: float) -> Tensor:
     """
     is_max = norm_type == math.inf
     op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-    # In float64: powers of float32 norms overflow where the norm itself does not.
-    powers = {axes: norm.double() for axes, norm in norms.items()}
+    # In float64, where the device has it: powers of float32 norms overflow where the norm itself does not.
+    powers = {axes: norm.to(wide_float(norm.device)) for axes, norm in norms.items()}
     if not is_max:
         powers = {axes: norm.pow(norm_type) for axes, norm in powers.items()}
     # All ranks have the groups in the same order: in different orders they would wait for each other.
