@@ -7,11 +7,11 @@ backend computes on the card what it computes on the CPU, then the other tests, 
 language model before all others. What does not fit is "not run", which is no failure. ``--device sim``
 rehearses it on simulated devices.
 
-It needs Python, torch, and pytest for the tests; the packages are taken from the sources beside it unless
-they are installed. Each package's tests and each benchmark is a process with a deadline: what fails, hangs
-or crashes is written down, and the rest goes on. The file is written as each test ends, so a run that is
-killed leaves what it knew, and no process. The exit status is 0 unless something failed: what is skipped, is
-skipped with its reason.
+It needs Python, torch, what the packages require, and pytest for the tests; the packages are taken from the
+sources beside it unless they are installed. Each package's tests and each benchmark is a process with a
+deadline: what fails, hangs or crashes is written down, and the rest goes on. The file is written as each test
+ends, so a run that is killed leaves what it knew, and no process. The exit status is 0 unless something
+failed: what is skipped, is skipped with its reason.
 """
 
 import argparse
@@ -156,20 +156,20 @@ try:
 except Exception as error:
     found["error"] = repr(error)
 from importlib import metadata
-for name in ("pytest", "numpy", *sys.argv[1:]):
+for name in ("pytest", "numpy"):
     try:
         found[name] = metadata.version(name)
     except metadata.PackageNotFoundError:
         found[name] = None
+ours = [one for one in metadata.distributions() if one.name.startswith("tp-")]
+found |= {one.name: one.version for one in sorted(ours, key=lambda one: one.name)}
 print(json.dumps(found))
 """
 
 
 def describe_machine(environment, deadline):
     """Return Python's, torch's and the packages' versions, and the devices."""
-    ours = sorted(path.name for path in (ROOT / "packages").glob("tp-*"))
-    command = [sys.executable, "-c", MACHINE, *ours]
-    output, status = run(command, environment, deadline=min(deadline, now() + 90))
+    output, status = run([sys.executable, "-c", MACHINE], environment, deadline=min(deadline, now() + 90))
     try:
         found = json.loads(output.strip().splitlines()[-1])
     except (IndexError, ValueError):

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -218,15 +219,15 @@ def test_when_time_is_up_what_was_not_run_is_said(tests_of, script, tmp_path, mo
         assert (found[name]["outcome"], found[name]["reason"]) == ("not run", "out of time")
 
 
+# The script with one file of tests.
 PROGRAM = """
 import importlib.util, pathlib, sys
-_, path, folder = sys.argv
+_, path, test, out = sys.argv
 spec = importlib.util.spec_from_file_location("script", path)
 script = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(script)
-folder = pathlib.Path(folder)
-script.groups_of_tests = lambda _: {"package": [folder / "test_a.py"]}
-sys.exit(script.main(["--json", str(folder / "out.json"), "--only", "tests"]))
+script.groups_of_tests = lambda _: {"package": [pathlib.Path(test)]}
+sys.exit(script.main(["--json", out, "--only", "tests"]))
 """
 
 KILLED = """
@@ -262,11 +263,10 @@ def is_alive(process_id):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
 def test_a_run_that_is_killed_leaves_what_it_knew_and_no_process(tmp_path, number):
-    (tmp_path / "test_a.py").write_text(KILLED)
-    (tmp_path / "program.py").write_text(PROGRAM)
-    out, noted = tmp_path / "out.json", tmp_path / "pid"
+    test, out, noted = tmp_path / "test_a.py", tmp_path / "out.json", tmp_path / "pid"
+    test.write_text(KILLED)
     started = subprocess.Popen(
-        [sys.executable, tmp_path / "program.py", SCRIPT, tmp_path], stdout=subprocess.DEVNULL, cwd=ROOT
+        [sys.executable, "-c", PROGRAM, SCRIPT, test, out], stdout=subprocess.DEVNULL, cwd=ROOT
     )
     try:
         wait_until(lambda: noted.exists() and noted.read_text() and "test_first" in out.read_text())
@@ -278,6 +278,19 @@ def test_a_run_that_is_killed_leaves_what_it_knew_and_no_process(tmp_path, numbe
         started.wait()
     (entry,) = json.loads(out.read_text())["tests"]
     assert (entry["name"].partition("::")[2], entry["outcome"]) == ("test_first", "passed")
+
+
+@pytest.mark.slow
+def test_the_tests_and_the_configuration_are_all_of_the_checkout_that_it_needs(tmp_path):
+    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    script, test = tmp_path / SCRIPT.relative_to(ROOT), tmp_path / "tests" / "tp_dp_gather" / "test_gpu.py"
+    out = tmp_path / "out.json"
+    done = execute([sys.executable, "-c", PROGRAM, script, test, out], cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert {entry["package"] for entry in found["tests"]} == {"package"}
+    assert found["machine"]["tp-dp-gather"]
 
 
 @pytest.mark.slow
