@@ -1,5 +1,6 @@
 """Starts that hang, work that leaks, programs that start themselves: nothing goes on without an end."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ import tp_runner
 from tp_core.errors import ConfigError
 from tp_runner import OrderedRunner, WorkerDiedError, WorkerError
 from tp_runner._workers import _start  # private: a system without /proc cannot be had here
+from tp_runner._workers._processes import ProcessFleet  # private: that workers die here is a matter of chance
 
 NEVER = threading.Event()
 
@@ -92,6 +94,27 @@ def test_an_interrupt_that_the_work_raises_in_a_worker_is_its_items_error(option
     results = list(tp_runner.map(interrupt, range(4), n_workers=2, on_error="return", **options))
     assert isinstance(results.pop(2).__cause__, KeyboardInterrupt)
     assert results == [0, 1, 3]
+
+
+@pytest.mark.timeout(300)
+def test_a_start_that_fails_while_a_run_begins_ends_it(monkeypatch):
+    may_fail = multiprocessing.get_context("fork").Event()
+
+    def fail(device):
+        may_fail.wait()
+        raise OSError("no model here")
+
+    def start_and_fail(fleet, may_restart):
+        events = start(fleet, may_restart)
+        may_fail.set()
+        for handle in fleet._handles.values():
+            assert handle.process.wait(200) is not None
+        return [*events, *fleet.poll()]  # which reads what the workers said, and not yet their ends
+
+    start = ProcessFleet.start
+    monkeypatch.setattr(ProcessFleet, "start", start_and_fail)
+    with pytest.raises(WorkerError, match="no model here"):
+        list(tp_runner.map(lambda state, item: item, [1], n_workers=2, init=fail, start_method="fork"))
 
 
 def test_failed_starts_leave_no_descriptor(run_script):

@@ -67,7 +67,7 @@ class FleetScheduler:
     ) -> PassState:
         with self.lock:
             self._take_in()
-            self._start_fleet()
+            events = self._start_fleet()
             self._n_runs += 1
             run = PassState(
                 source,
@@ -80,6 +80,12 @@ class FleetScheduler:
                 on_error=on_error or self.settings.on_error,
             )
             self.runs.append(run)
+            try:
+                # What has failed to start by now is told of once, and without a run nobody would hear it.
+                self._take_in(events)
+            except BaseException:
+                self.runs.remove(run)
+                raise
             return run
 
     def steps(self, open_one: Callable[[], PassState]) -> Generator[list[Any], None, None]:
@@ -149,7 +155,7 @@ class FleetScheduler:
             while True:
                 run.check()
                 if self._needs_start:
-                    self._start_fleet()
+                    self._take_in(self._start_fleet())
                 chunk = run.next_finished()
                 if chunk is not None:
                     if not self.fleet.direct and not run.is_stopping:
@@ -166,7 +172,8 @@ class FleetScheduler:
                     if interrupted is not None:
                         return Interruption(interrupted), None
 
-    def _start_fleet(self) -> None:
+    def _start_fleet(self) -> list[Event]:
+        """Start the workers that are missing; return what has come from others meanwhile."""
         try:
             events = self.fleet.start(self._takes_restart)
         except BaseException:
@@ -176,7 +183,7 @@ class FleetScheduler:
                 self.reset()
             raise
         self._needs_start = False
-        self._take_in(events)
+        return events
 
     def dispatch(self) -> None:
         """Hand out chunks, one of each run in turn, as long as workers take more."""
