@@ -102,6 +102,7 @@ nitpick_ignore = [
     ("py:class", "tp_runner._scheduling._pool.RunnerPool"),
     ("py:class", "tp_runner._scheduling._source.MapStyle"),
     ("py:class", "tp_runner._stream.OpenRun"),
+    ("py:class", "tp_runner._workers._item.WorkerIdentity"),
     ("py:class", "tp_shard._groups._group.Group"),
     ("py:class", "tp_shard._plans._summary.Summary"),
     ("py:class", "tp_shard._split.Split"),

@@ -193,7 +193,7 @@ class MemoryNeed:
 
     @property
     def taken(self) -> int:
-        """What the device has to have: the reserved memory, or the sum where that is not known."""
+        """The bytes that the device has to have, reserved ones, or the sum where those are not known."""
         return max(self.total, self.reserved or 0)
 
     def with_reserved(self, peak: Callable[[], int | None]) -> Self:
