@@ -1,5 +1,6 @@
 """Models that a program makes after a session is open are those of one device, no copies of the first."""
 
+import gc
 import logging
 from functools import partial
 
@@ -42,6 +43,23 @@ def test_later_models_are_the_same_on_any_number_of_ranks(call):
     assert len({str(weights) for weights in alone}) == 3
     noise = {str(drawn) for _, drawn in several}
     assert len(noise) == 3  # what ranks draw for their own samples differs
+
+
+def prepare_after_an_optimizer_that_only_rank_0_keeps():
+    """Return how many optimizers this rank still has when it prepares another model."""
+    with Trainer(seed=0, devices="cpu", progress=False) as trainer:
+        model = nn.Linear(1, 1)
+        held = [trainer.prepare(model, torch.optim.SGD(model.parameters(), 0.1))]
+        if not trainer.is_main:
+            held.clear()
+            gc.collect()
+        living = len(trainer._preparation.optimizers())
+        trainer.prepare(nn.Linear(1, 1))
+    return living
+
+
+def test_ranks_need_not_forget_optimizers_together():
+    assert run_ranks(prepare_after_an_optimizer_that_only_rank_0_keeps, 2, timeout_s=120) == [1, 0]
 
 
 def train_with_dropout(*, by_loop, seeds=None):

@@ -121,8 +121,13 @@ def _seen_keys(mask: Tensor, steps: Iterable[tuple[int, int]]) -> list[tuple[int
             sees = sees.detach() > torch.finfo(mask.dtype).min / 2
         sees = sees.reshape(-1, sees.size(-1))
         facts.append(torch.stack([*_ends(sees), sees.any(-1).all().long()]))
-    length = mask.size(-1)
-    return [(begin, end) if all_see else (0, length) for begin, end, all_see in _read(facts)]
+    ranges = []
+    for begin, end, all_see in _read(facts):
+        if all_see:
+            ranges.append((begin, end))
+        else:
+            ranges.append((0, mask.size(-1)))
+    return ranges
 
 
 def _ends(sees: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,9 +195,10 @@ def ring_blocks(
             if sees.size(-1) > 1:
                 keys_seen = (begin, end)
                 sees = sees[..., begin:end]
-            # Where as many are seen as there are, all are.
-            sees_all = count == sees.numel()
-            yield ScoreBlock(block.first, block.last, *keys_seen, None if sees_all else sees)
+            rest: Tensor | None = sees
+            if count == sees.numel():  # all are seen
+                rest = None
+            yield ScoreBlock(block.first, block.last, *keys_seen, rest)
         return
     at = 0
     for begin, end in rows.own:

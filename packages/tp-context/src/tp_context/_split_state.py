@@ -148,7 +148,9 @@ def positions(tokens: int, *, device: torch.device | str | None = None) -> Tenso
         tensor([0, 1, 2])
     """
     if isinstance(tokens, Tensor | float) or tokens < 0:
-        got = f"a tensor of shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else repr(tokens)
+        got = repr(tokens)
+        if isinstance(tokens, Tensor):
+            got = f"a tensor of shape {tuple(tokens.shape)}"
         msg = f"positions() takes a number of tokens, got {got}; write positions(tokens.size(1))"
         raise StepError(msg)
     cut = split_states.slice_of(tokens)

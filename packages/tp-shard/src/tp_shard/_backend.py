@@ -77,6 +77,7 @@ class ShardOptions:
 
 
 _SEGMENT = 2 * 2**20
+"""The bytes of a segment for small blocks; see :class:`tp_core.jobs.CachingAllocator`."""
 
 
 class ShardBackend(RanksBackend[ShardOptions]):

@@ -217,9 +217,9 @@ def _with_all(footprint: Footprint, few: Footprint, many: Footprint, path: str, 
 
 
 def _repeated(trace: Sequence[Sequence[Any]], path: str, count: int) -> list[Sequence[Any]]:
-    """Return the trace of all blocks, by that of few; empty if their gradients are not computed in turn.
+    """Extend the trace of a few blocks to all of them; it is empty if gradients are not computed in turn.
 
-    The events of the block before the last one are there for each block that is missing.
+    The events of the block before the last one are repeated for each missing block.
     """
     events = list(trace)
     middle, last = f"{path}.{_FEW - 1}", f"{path}.{_FEW}"

@@ -385,7 +385,7 @@ class Trainer:
             SelectionError: No backend fits, or the running session's backend does not fit a model.
             DisagreementError: Settings of an optimizer differ by rank.
 
-        Collectives: the backend's for a model; and as in `Session.gather_objects`, if there is an optimizer.
+        Collectives: the backend's for a model; and as in `Session.gather_objects`, if there is a model.
 
         Example:
             >>> model, optimizer, loader = trainer.prepare(model, optimizer, loader)
@@ -421,10 +421,11 @@ class Trainer:
         in_order = sorted(range(len(objects)), key=lambda i: not isinstance(objects[i], nn.Module))
         done = {i: self._prepare(objects[i], shard=shard, training=training) for i in in_order}
         prepared = tuple(done[i] for i in range(len(objects)))
-        if models and self._preparation.optimizers() and session.world_size > 1:
+        if models and session.world_size > 1:
             from tp_trainer._opening._agreement import check_same_optimizers
 
-            # Not of an optimizer alone, which a rank may prepare by itself: of a model all ranks do it.
+            # With each model, which all ranks prepare. Whether an optimizer lives is a rank's own matter: one
+            # may have collected it, or prepare it by itself.
             check_same_optimizers(session, self._preparation.optimizers(), beside=None)
         if len(prepared) == 1:
             return prepared[0]

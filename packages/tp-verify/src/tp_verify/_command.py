@@ -169,7 +169,10 @@ def verify_command(
 
 @contextmanager
 def _output_to_standard_error() -> Iterator[None]:
-    """Keep what the user's code prints out of the report: here, and in the ranks that start meanwhile."""
+    """Send what the user's code prints to standard error, also from ranks that start in the block.
+
+    Standard output has the report alone.
+    """
     with redirect_stdout(sys.stderr):
         kept = os.dup(1)
         os.dup2(2, 1)

@@ -139,10 +139,13 @@ class Footprint:
 
 def _with_values_of(trace: Sequence[Sequence[Any]], times: float) -> list[Sequence[Any]]:
     """Return a trace with blocks ``times`` as large, where these grow with the samples."""
-    return [
-        (what, number, round(nbytes * times) if what in {"batch", "value"} else nbytes, name)
-        for what, number, nbytes, name in trace
-    ]
+    events: list[Sequence[Any]] = []
+    for what, number, nbytes, name in trace:
+        size = nbytes
+        if what in {"batch", "value"}:
+            size = round(nbytes * times)
+        events.append((what, number, size, name))
+    return events
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +230,9 @@ class MemoryNeed:
 
     def __str__(self) -> str:
         """Return one sentence: the sum, the free memory, the parts."""
-        unit, size = ("GiB", _GIB) if max(self.taken, self.free or 0) >= _GIB else ("MiB", 2**20)
+        unit, size = "MiB", 2**20
+        if max(self.taken, self.free or 0) >= _GIB:
+            unit, size = "GiB", _GIB
 
         digits = 1 if unit == "GiB" else 0
 

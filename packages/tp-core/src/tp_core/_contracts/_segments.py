@@ -77,8 +77,10 @@ class CachingAllocator:
             block = self._blocks[pool.pop(at)[1]]
         else:
             block = self._new_segment(size, pool)
-        rest = block.nbytes - size
-        if rest >= (_BLOCK if is_small else _MIB + 1):
+        least = _MIB + 1
+        if is_small:
+            least = _BLOCK
+        if block.nbytes - size >= least:
             self._split(block, size)
         block.is_free = False
         self._used[key] = block

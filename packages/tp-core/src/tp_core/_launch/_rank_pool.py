@@ -62,7 +62,9 @@ def free_port() -> int:
     used. Processes with neighboring ids choose from blocks of their own.
     """
     blocks = (_first_of_the_system() - _LOWEST) // _BLOCK
-    attempts = _BLOCK if blocks > 0 else 0
+    attempts = 0
+    if blocks > 0:
+        attempts = _BLOCK
     for _ in range(attempts):
         port = _LOWEST + os.getpid() % blocks * _BLOCK + next(_calls) % _BLOCK
         if _is_free(port):
@@ -217,7 +219,9 @@ def start_ranks(
     # A fork server: its children have torch imported, and none of this process's threads or groups.
     # Windows has none: there each rank imports for itself.
     has_server = "forkserver" in multiprocessing.get_all_start_methods()
-    method = "forkserver" if has_server else "spawn"
+    method = "spawn"
+    if has_server:
+        method = "forkserver"
     context: Any = multiprocessing.get_context(method)
     if has_server:
         # Preload the modules of tp that are loaded here: each rank would import them again.

@@ -29,7 +29,7 @@ _STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ParameterBytes:
     """The bytes of a parameter.
 
     Attributes:
@@ -52,7 +52,7 @@ class Piece:
 class _Group:
     """Parameters that are gathered together, and the keys of their memory."""
 
-    def __init__(self, name: str, pieces: list[Piece]) -> None:
+    def __init__(self, name: str, pieces: list[ParameterBytes]) -> None:
         self.name, self.pieces = name, pieces
         self.names = {piece.name for piece in pieces if piece.reduced}
         self.output: list[Hashable] = []  # what they are gathered into
@@ -109,8 +109,9 @@ class _Rank:
         """Return the most that is reserved in some steps."""
         job, replay = self.job, self.replay
         self._shard()
-        lower = self.footprint.lower_trace if parameter_type(self.options, job) else ()
-        trace = list(lower or self.footprint.trace)
+        trace = list(self.footprint.trace)
+        if parameter_type(self.options, job) and self.footprint.lower_trace:
+            trace = list(self.footprint.lower_trace)
         batch_sizes = [nbytes for what, _, nbytes, _ in trace if what == "batch"]
         first, later = updated(self.footprint)
         batch: list[Hashable] = []
@@ -123,8 +124,12 @@ class _Rank:
                     replay.drop(self.shards_of_gradients)
                     self.shards_of_gradients = []
                 self._pass(trace, reduces=number == min(job.accumulate, 2) - 1)
-            if not self.options.offload:
-                self._update(later if step else first, is_first=not step)
+            if self.options.offload:
+                continue
+            if step:
+                self._update(later, is_first=False)
+            else:
+                self._update(first, is_first=True)
         return replay.allocator.peak
 
     def _groups(self) -> tuple[_Group, list[_Group]]:
@@ -139,12 +144,14 @@ class _Rank:
                     continue
                 own = nbytes_of(self.job, parameter)
                 size = own // max(1, parameter.numel())
-                sent = low.itemsize if low and parameter.is_floating_point() else size
+                sent = size
+                if low and parameter.is_floating_point():
+                    sent = low.itemsize
                 rows = parameter.shape[0] if parameter.dim() else 1
                 numel = parameter.numel() // max(1, rows) * -(-rows // self.ranks)
                 summed = reduced.itemsize if reduced else sent
                 pieces.append(
-                    Piece(
+                    ParameterBytes(
                         path,
                         whole=own,
                         gathered=numel * self.ranks * sent,

@@ -81,7 +81,7 @@ class FleetScheduler:
             )
             self.runs.append(run)
             try:
-                # What has failed to start by now is told of once, and without a run nobody would hear it.
+                # A worker may have failed to start by now. That is reported once, to the runs that there are.
                 self._take_in(events)
             except BaseException:
                 self.runs.remove(run)
@@ -173,7 +173,7 @@ class FleetScheduler:
                         return Interruption(interrupted), None
 
     def _start_fleet(self) -> list[Event]:
-        """Start the workers that are missing; return what has come from others meanwhile."""
+        """Start the missing workers; return the events of the others."""
         try:
             events = self.fleet.start(self._takes_restart)
         except BaseException:
