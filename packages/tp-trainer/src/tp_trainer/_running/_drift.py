@@ -17,7 +17,8 @@ from tp_trainer._preparation import Preparation
 
 log = get_logger("tp_trainer")
 
-_MOST_AT_ONCE = 1 << 21  # elements that are summed at once
+# Elements that are summed at once. Their copies in float64 have 4 MiB each, and malloc leaves some unused.
+_MOST_AT_ONCE = 1 << 19
 
 Place = tuple[str, tuple[tuple[int, ...], ...]]
 """The name of a tensor, and where in the whole a rank's parts begin; nothing for a whole one."""
