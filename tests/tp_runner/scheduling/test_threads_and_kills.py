@@ -296,6 +296,31 @@ def a_handler_that_raises_leaves_the_stream(options, *, by_loop=False):
     return check
 
 
+class AskedLock(threading._PyRLock):  # private: the one that is written in Python, so that it can be changed
+    """A lock that a signal reaches as soon as it has said that it is open."""
+
+    is_due = False
+
+    def _is_owned(self):
+        is_owned = super()._is_owned()
+        if AskedLock.is_due and not is_owned:
+            AskedLock.is_due = False
+            os.kill(os.getpid(), signal.SIGALRM)
+        return is_owned
+
+
+def a_handler_that_raises_before_the_lock_is_taken_back(tmp_path):
+    with pytest.MonkeyPatch.context() as patch, alarm(0):
+        patch.setattr(threading, "RLock", AskedLock)
+        stream = tp_runner.map(nap, [0.01, 0.2, 0.02], n_workers=1, **FORK)
+        assert next(stream) == 0.01
+        AskedLock.is_due = True
+        with pytest.raises(HandlerError):
+            next(stream)
+        assert not AskedLock.is_due
+        assert list(stream) == [0.2, 0.02]
+
+
 def handlers_that_raise_all_the_time_lose_nothing_silently(options):
     """Between two waits, too: then the stream ends, and says so to whoever asks for more."""
 
@@ -799,6 +824,7 @@ FAST = {
     "a handler raises while another stream is told": a_handler_that_raises_while_another_stream_is_told(
         PassState, "on_done", is_whole=False
     ),
+    "a handler raises before the lock is taken back": a_handler_that_raises_before_the_lock_is_taken_back,
     "a handler raises in next": a_handler_that_raises_leaves_the_stream(FORK),
     "a handler cancels, and kills": a_handler_cancels(0.05),
     "a handler closes the runner": a_handler_closes_the_runner(FORK),

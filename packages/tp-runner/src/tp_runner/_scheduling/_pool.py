@@ -253,10 +253,14 @@ class FleetScheduler:
         except BaseException as error:  # noqa: BLE001 - a handler may raise anything
             interrupted = error
         # Handlers may raise here, and where Condition.wait takes the lock back. The callers' `with` blocks
-        # need the lock at their ends ("handlers raise all the time" in test_threads_and_kills).
-        while not self.lock._is_owned():  # type: ignore[attr-defined]  # as Condition asks
+        # need the lock at their ends ("handlers raise all the time" in test_threads_and_kills). The question
+        # is in the block, too: a handler that is due runs as soon as it is answered.
+        is_owned = False
+        while not is_owned:
             try:
-                self.lock._acquire_restore(lock_state)  # type: ignore[attr-defined]  # as Condition does
+                if not self.lock._is_owned():  # type: ignore[attr-defined]  # as Condition asks
+                    self.lock._acquire_restore(lock_state)  # type: ignore[attr-defined]  # as Condition does
+                is_owned = True
             except BaseException as error:  # noqa: BLE001 - as above
                 interrupted = error
         if is_waiter:
