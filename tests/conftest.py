@@ -47,13 +47,34 @@ def pytest_configure(config):
         _begin_with_other_files(config, **config.workerinput)
     # A shell starts what runs in the background with Ctrl-C ignored, and all that is started from there
     # would inherit that: tests send it.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    _hear_signals()
     # So would what nohup has ignored. A handler ends where a program is started, and this process lives on:
     # a worker of xdist is such a program.
     hang_up = getattr(signal, "SIGHUP", None)  # not on Windows
     if hang_up and (signal.getsignal(hang_up) is signal.SIG_IGN or hasattr(config, "workerinput")):
         signal.signal(hang_up, lambda *_: None)
+
+
+_ENDING = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+
+
+def _hear_signals():
+    """Have the signals that end a process end those that tests start; return which would not have."""
+    mask = getattr(signal, "pthread_sigmask", lambda *_: ())  # not on Windows
+    blocked = mask(getattr(signal, "SIG_UNBLOCK", None), _ENDING)
+    unheard = {number for number in _ENDING if signal.getsignal(number) is signal.SIG_IGN}
+    for number in unheard:
+        signal.signal(number, _ENDING[number])
+    return sorted(unheard.union(_ENDING.keys() & blocked))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown():
+    result = yield
+    if unheard := _hear_signals():
+        names = [signal.Signals(number).name for number in unheard]
+        pytest.fail(f"the test leaves signals ignored or blocked, and later programs with them: {names}")
+    return result
 
 
 def _spare_the_disk():

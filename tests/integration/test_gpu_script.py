@@ -219,9 +219,11 @@ def test_when_time_is_up_what_was_not_run_is_said(tests_of, script, tmp_path, mo
         assert (found[name]["outcome"], found[name]["reason"]) == ("not run", "out of time")
 
 
-# The script with one file of tests.
+# The script with one file of tests. It ends at SIGTERM, also where what started these tests ignores that.
 PROGRAM = """
-import importlib.util, pathlib, sys
+import importlib.util, pathlib, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 _, path, test, out = sys.argv
 spec = importlib.util.spec_from_file_location("script", path)
 script = importlib.util.module_from_spec(spec)
