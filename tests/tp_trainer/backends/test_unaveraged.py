@@ -107,6 +107,43 @@ def test_an_optimizer_that_was_not_prepared_for_a_model_that_was_not_is_told_onc
         assert "SGD, was not prepared, and steps parameters of no prepared model" in lines[0]
 
 
+def _by_another_pass(kind):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("tp_core").addHandler(handler)
+    model = make_model()
+    with Trainer(seed=0, devices="cpu", backend="ddp", progress=False) as trainer:
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        prepared, optimizer, batches = trainer.prepare(model, plain, loader())
+        for _ in range(2):
+            for batch in batches:
+                optimizer.zero_grad()
+                loss = squared_error(prepared, batch)
+                if kind == "loss.backward()":
+                    loss.backward()
+                elif kind == "torch.autograd.grad()":
+                    parameters = list(model.parameters())
+                    for parameter, gradient in zip(
+                        parameters, torch.autograd.grad(loss, parameters), strict=True
+                    ):
+                        parameter.grad = gradient
+                else:
+                    trainer.backward(loss)
+                optimizer.step()
+    logging.getLogger("tp_core").removeHandler(handler)
+    return lines
+
+
+@pytest.mark.parametrize("kind", ["loss.backward()", "torch.autograd.grad()", "trainer.backward()"])
+def test_gradients_of_no_backward_pass_of_the_trainer_are_told_once(two_ranks, kind):
+    for lines in two_ranks.run(partial(_by_another_pass, kind)):
+        assert len(lines) == (kind != "trainer.backward()")
+        assert all(
+            line.startswith("there was no trainer.backward() before this step of SGD") for line in lines
+        )
+
+
 def _several_losses_of_two_models():
     """Return weights after steps in which each model has a forward pass for each backward pass."""
     first, second = make_model(), make_model()

@@ -158,22 +158,23 @@ def all_that_drifts(folder):
 
 def test_the_first_parameter_that_ranks_change_by_themselves_is_named_once(two_ranks, tmp_path):
     said = f"the ranks 0 and 1 {WORDS} parameter"
-    for found in two_ranks.run(all_that_drifts, tmp_path / "run"):
-        assert found == [
-            [f"after step 6 {said} '2.weight'"],
-            [f"after step 6 {said} '2.weight'"],
-            [f"after step 6 {said} '0.weight'"],
-            [f"after step 6 {said} '0.weight'"],
-            [f"after step 6 {said} 'codes'"],
-            [f"after step 6 the ranks 0 and 1 {WORDS} buffer 'mean'"],
-            [f"after step 6 the ranks 0 and 1 {WORDS} buffer 'mean'"],
-        ]
+    found, others = two_ranks.run(all_that_drifts, tmp_path / "run")
+    assert found == [
+        [f"after step 6 {said} '2.weight'"],
+        [f"after step 6 {said} '2.weight'"],
+        [f"after step 6 {said} '0.weight'"],
+        [f"after step 6 {said} '0.weight'"],
+        [f"after step 6 {said} 'codes'"],
+        [f"after step 6 the ranks 0 and 1 {WORDS} buffer 'mean'"],
+        [f"after step 6 the ranks 0 and 1 {WORDS} buffer 'mean'"],
+    ]
+    assert others == [[]] * len(found)
 
 
 def own_loop(folder, kind):
     """Train in a loop of its own, in which rank 0 alone does something, and evaluate or save after it."""
     with Trainer(seed=0, devices="cpu", backend="ddp", progress=False) as trainer:
-        model = make_model()
+        model = Memory() if kind == "queue" else make_model()
         rate = 0.2 if kind == "rate" and trainer.is_main else 0.1
         optimizer = torch.optim.SGD(model.parameters(), lr=rate)
         model, optimizer, batches = trainer.prepare(model, optimizer, loader())
@@ -181,9 +182,15 @@ def own_loop(folder, kind):
             model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
         for batch in batches:
             optimizer.zero_grad()
+            if kind == "accumulated":  # within it each rank may do as it likes
+                with trainer.no_sync(model):
+                    for _ in range(1 + 2 * trainer.is_main):
+                        trainer.backward(trainer.run(step, model, batch) * 0.0)
             trainer.backward(trainer.run(step, model, batch))
             if kind != "step" or trainer.is_main:
                 optimizer.step()
+        if kind == "late step" and trainer.is_main:
+            optimizer.step()
         if kind == "later rate" and trainer.is_main:
             optimizer.param_groups[0]["lr"] = 0.01
         if kind == "save":
@@ -195,7 +202,8 @@ def own_loop(folder, kind):
 
 
 def all_own_loops(folder):
-    found = {kind: lines_of(own_loop, folder, kind) for kind in ("load", "step", "equal", "save", "export")}
+    kinds = ("load", "step", "late step", "queue", "equal", "accumulated", "save", "export")
+    found = {kind: lines_of(own_loop, folder, kind) for kind in kinds}
     for kind in ("rate", "later rate"):
         with pytest.raises(DisagreementError) as caught:
             own_loop(folder, kind)
@@ -205,13 +213,16 @@ def all_own_loops(folder):
 
 def test_ranks_that_part_in_a_loop_of_its_own_are_named_where_all_of_them_meet(two_ranks, tmp_path):
     found, others = two_ranks.run(all_own_loops, tmp_path)
-    named = [f"before evaluate() the ranks 0 and 1 {WORDS} parameter '0.weight'"]
+    named = [f"after 2 backward passes the ranks 0 and 1 {WORDS} parameter '0.weight'"]
     assert found.pop("load") == found.pop("step") == named
+    assert found.pop("late step") == [f"before evaluate() the ranks 0 and 1 {WORDS} parameter '0.weight'"]
+    assert found.pop("queue") == [f"after 2 backward passes the ranks 0 and 1 {WORDS} buffer 'mean'"]
     assert (
         "the setting 'lr' of parameter group 0 of the optimizer 'optimizer': rank 0 has 0.2" in found["rate"]
     )
     assert "rank 0 has 0.01, rank 1 has 0.1; their parameters would part" in found["later rate"]
-    assert found.pop("equal") == found.pop("save") == found.pop("export") == []
+    for kind in ("equal", "accumulated", "save", "export"):
+        assert found.pop(kind) == []
     assert {kind: others[kind] for kind in found} == found  # an error is one of all ranks
 
 
@@ -254,9 +265,9 @@ def scaled_lines():
 
 
 def test_of_a_sharded_model_what_each_rank_has_whole_is_compared(two_ranks):
-    for drawn, in_parts in two_ranks.run(scaled_lines):
-        assert drawn == [f"after step 6 the ranks 0 and 1 {WORDS} parameter 'gain'"]
-        assert in_parts == []
+    found, others = two_ranks.run(scaled_lines)
+    assert found == [[f"after step 6 the ranks 0 and 1 {WORDS} parameter 'gain'"], []]
+    assert others == [[], []]
 
 
 def all_that_stays():
@@ -317,9 +328,9 @@ def copies_of_shards(make_callback):
 @pytest.mark.slow
 def test_copies_of_shards_are_compared_with_each_other():
     assert run_ranks(copies_of_shards, 4, None) == [[]] * 4
-    found = run_ranks(copies_of_shards, 4, InitializesLayer)
-    assert all(WORDS in line for lines in found for line in lines)
-    assert all(len(lines) == 1 for lines in found)
+    (line,), *others = run_ranks(copies_of_shards, 4, InitializesLayer)
+    assert WORDS in line
+    assert others == [[]] * 3
 
 
 def rescaled(dtype, change):
@@ -346,8 +357,9 @@ def lines_of_types():
 
 
 def test_differences_of_rounding_are_none(two_ranks):
-    for found in two_ranks.run(lines_of_types):
-        assert [len(lines) for lines in found] == [0, 0, 1]
+    found, others = two_ranks.run(lines_of_types)
+    assert [len(lines) for lines in found] == [0, 0, 1]
+    assert others == [[]] * 3
 
 
 def resident(name):

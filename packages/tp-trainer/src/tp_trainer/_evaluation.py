@@ -49,7 +49,7 @@ class Evaluation:
         preparation = self._preparation
         prepared = preparation.prepare_model(model)
         session = preparation.session
-        compare_prepared(preparation, before="evaluate()")
+        compare_prepared(preparation, when="before evaluate()")
         results: dict[str, Any] = {}
         for prefix, each in loaders.items():
             batches = preparation.prepare_loader(each, shard=shard, training=False)

@@ -44,7 +44,7 @@ class ModelFiles:
             )
             raise ConfigError(msg)
         prepared = self._preparation.prepare_model(model)
-        compare_prepared(self._preparation, before="save_model()")
+        compare_prepared(self._preparation, when="before save_model()")
         save_model(self._preparation.session, prepared, path)
 
     def load(self, model: nn.Module, path: str | os.PathLike[str], *, name: str | None) -> None:
@@ -80,7 +80,7 @@ class ModelFiles:
             raise ConfigError(msg)
         prepared = self._preparation.prepare_model(model)
         session = self._preparation.session
-        compare_prepared(self._preparation, before="export()")
+        compare_prepared(self._preparation, when="before export()")
         if adapter:
             export_adapters(session, prepared, place)
         elif merged:

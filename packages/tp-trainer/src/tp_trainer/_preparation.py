@@ -42,6 +42,7 @@ class Preparation:
         current: The session, or ``None`` before the first model.
         scaler: The scale of the losses, with "fp16-mixed".
         shares: The shares of the batches that loaders yielded; ``None`` with a single data rank.
+        first_versions: Of frozen parameters and buffers, before a loop of the user's own; see `DriftWatch`.
         warns_of_drift: Whether no loop of the user's own was told yet that ranks hold different parameters.
         make_trial: With "fastest", returns a trainer with these settings on a named backend. ``fit`` times it
             before anything is opened. ``None`` once the backend is chosen.
@@ -64,6 +65,7 @@ class Preparation:
         self.scaler = LossScaler() if precision == "fp16-mixed" else None
         self.current: Session | None = None
         self.shares: BatchShares | None = None
+        self.first_versions: dict[str, tuple[int, int] | None] = {}
         self.warns_of_drift = True
         self._choice = ""  # the line on the backend, until a run has shown it
         self._epochs: Epochs | None = None

@@ -2,8 +2,8 @@
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
@@ -228,10 +228,13 @@ class Trainer:
             compile_options=compile_options,
             make_trial=make_trial,
         )
-        # Of a custom loop: what runs its steps, and whether it has run a backward pass.
+        # Of a custom loop: what runs its steps, whether it has run a backward pass, how many passes have
+        # reduced gradients over ranks, and whether the next one does.
         self._run_step: RunStep | None = None
         self._step_state: StepStateWatch | None = None
         self._has_run_backward = False
+        self._reductions = 0
+        self._reduces = True
         if seed is not None:
             seed_everything(seed)
 
@@ -809,9 +812,11 @@ class Trainer:
         Raises:
             ConfigError: No model was prepared.
             StepError: The loss or its weight has a wrong type or value; or its batch is ambiguous.
+            DisagreementError: Ranks' optimizers have different settings, as learning rates.
 
         Collectives: as in `Session.backward`; before it an all-reduce of one number, if there is a weight and
-        no total.
+        no total. Outside of :meth:`loop` and :meth:`no_sync` the ranks compare settings of optimizers and
+        sums of parameters after 2, 4, 8, ... passes and each 1,024: as in `Session.gather_objects`.
         """
         contexts = self._contexts
         is_plain = weight is None and batch is None and not retain_graph and not create_graph
@@ -871,6 +876,11 @@ class Trainer:
             if not any(map(is_dtensor, parameters)):  # DTensors get gradients later, when they are reduced
                 warn_no_gradients(parameters, owner="any prepared model")
         current = contexts.current
+        if shares is not None and self._reduces and not current.compares_ranks:
+            from tp_trainer._running._drift import note_reduction
+
+            self._reductions += 1
+            note_reduction(preparation, self._reductions)
         if current.unused is not None:
             current.unused.note_backward()
         if current.step_events is not None:
@@ -995,7 +1005,16 @@ class Trainer:
         prepared = self._preparation.prepare_model(model)
         if self._preparation.scaler is not None:
             self._preparation.scaler.keep_while_accumulating(prepared)
-        return self.session.no_sync(prepared)
+        return self._without_reduction(self.session.no_sync(prepared))
+
+    @contextmanager
+    def _without_reduction(self, context: AbstractContextManager[None]) -> Iterator[None]:
+        before, self._reduces = self._reduces, False
+        try:
+            with context:
+                yield
+        finally:
+            self._reduces = before
 
     @explain_arguments("clip_grad_norm(model, 1.0)")
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:

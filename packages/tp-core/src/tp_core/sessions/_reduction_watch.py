@@ -42,7 +42,9 @@ class ReductionWatch:
         # the same ids. Weak references to parameters would keep torch from converting them in place.
         self._parameter_ids: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
         self._prepared: WeakSet[Optimizer] = WeakSet()
-        self._steps = 0
+        self._steps = self._passes = 0
+        self._passes_at_step: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # at its last one
+        self._warns_of_passes = True
         # The parameter lists of each optimizer that passed the check, by the optimizer's id.
         self._fine: dict[int, tuple[ref[Optimizer], list[tuple[int, int]]]] = {}
         self._handle: RemovableHandle | None = None
@@ -105,6 +107,7 @@ class ReductionWatch:
             raise StepError(_IN_PARTS) from error
         for model in models:
             model.end_backward()
+        self._passes += 1
 
     def _before_step(self, optimizer: Optimizer) -> None:
         if torch.compiler.is_compiling():
@@ -116,6 +119,8 @@ class ReductionWatch:
         self._steps += 1
         if not self._steps & (self._steps - 1):  # 1, 2, 4, 8, ...: callbacks put on hooks, too
             self._warn_of_hooks()
+        if self._models and optimizer in self._prepared:
+            self._warn_of_other_passes(optimizer)
         lists = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
         optimizer_ref, fine = self._fine.get(id(optimizer), (None, None))
         is_fine = optimizer_ref is not None and optimizer_ref() is optimizer and fine == lists
@@ -124,6 +129,23 @@ class ReductionWatch:
         self._check(optimizer)
         if self._ranks == 1 or self._check_known(optimizer):
             self._fine[id(optimizer)] = ref(optimizer), lists
+
+    def _warn_of_other_passes(self, optimizer: Optimizer) -> None:
+        """Warn, once, of a step whose gradients come from no backward pass of the session."""
+        has_none = self._passes == self._passes_at_step.get(optimizer, 0)
+        self._passes_at_step[optimizer] = self._passes
+        if not has_none or not self._warns_of_passes or self._ranks == 1:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(p.grad is not None and bool(p.grad.norm()) for p in parameters):
+            self._warns_of_passes = False
+            log.warning(
+                "there was no trainer.backward() before this step of %s: on several ranks loss.backward() "
+                "weighs the share of each rank alike, however many rows it has, and torch.autograd.grad() "
+                "averages nothing, so that ranks drift apart; write trainer.backward(loss). Gradients that "
+                "the program itself makes equal on all ranks are right",
+                type(optimizer).__name__,
+            )
 
     def _warn_of_hooks(self) -> None:
         """Warn of hooks that see a rank's own gradients, once for each parameter."""

@@ -153,7 +153,8 @@ def check_same_optimizers(session: Session, optimizers: Mapping[str, Optimizer],
             if what in theirs and not _is_same(value, theirs[what]):
                 msg = (
                     f"ranks disagree on {what}: rank 0 has {value!r}, rank {rank} has {theirs[what]!r}; "
-                    "their parameters would part. Set it on every rank, from what all of them know"
+                    "their parameters would part. Set it on every rank, from what all of them know, as "
+                    "trainer.global_loss(loss) for a schedule that follows the loss"
                 )
                 raise DisagreementError(msg)
     return [theirs for _, theirs in everyones]

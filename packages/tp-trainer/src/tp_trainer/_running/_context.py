@@ -20,12 +20,14 @@ class RunContext:
         watchdog: Counts each batch of an evaluation as a step, within the loop's validation.
         unused: Counts the backward passes since an optimizer has stepped, if the loop saves checkpoints.
         boundaries: Where a signal ends an evaluation, within the loop's validation.
+        compares_ranks: Whether the loop itself compares what ranks hold in common.
     """
 
     step_events: "ManualStepEvents | None" = None
     watchdog: "Watchdog | None" = None
     unused: "UnusedGradients | None" = None
     boundaries: "StepBoundaries | None" = None
+    compares_ranks: bool = False
 
 
 class RunContexts:

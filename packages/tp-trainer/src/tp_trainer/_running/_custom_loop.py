@@ -102,6 +102,7 @@ class CustomLoopHooks(LoopHooks):
         optimizers = loop.optimizers.values()
         with ExitStack() as stack:
             stack.enter_context(self._preparation.noting_draws())
+            stack.enter_context(self._contexts.within(compares_ranks=True))
             if self._unused is not None:
                 stack.enter_context(self._unused.watching(optimizers))
                 stack.enter_context(self._contexts.within(unused=self._unused))

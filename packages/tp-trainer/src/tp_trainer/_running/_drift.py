@@ -61,23 +61,29 @@ class DriftWatch:
     Args:
         session: The session.
         models: The prepared models, by name.
+        first_versions: Gets the versions of frozen parameters and buffers that it does not have yet, by name:
+            what has another one is compared.
     """
 
-    def __init__(self, session: Session, models: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        models: Mapping[str, nn.Module],
+        first_versions: dict[str, Version | None] | None = None,
+    ) -> None:
         self._session = session
         is_shared = session.job.averages_gradients and session.world_size > 1
         self._models = models if is_shared else {}
         self._warns = True
-        # The versions of frozen parameters and of buffers at the beginning.
-        self._versions: dict[str, Version | None] = {}
+        self._versions = {} if first_versions is None else first_versions
         self._buffers: set[str] = set()  # the names of those that are compared
         for model_name, model in self._models.items():
             plain = session.unwrap(model)
             for name, parameter in plain.named_parameters():
                 if not parameter.requires_grad:
-                    self._versions[f"{model_name}.{name}"] = _version_of(parameter)
+                    self._versions.setdefault(f"{model_name}.{name}", _version_of(parameter))
             for name, buffer in _named_buffers(plain):
-                self._versions[f"{model_name}.{name}"] = _version_of(buffer)
+                self._versions.setdefault(f"{model_name}.{name}", _version_of(buffer))
 
     @torch.no_grad()
     def sums(self) -> dict[Place, TensorSum]:
@@ -161,6 +167,8 @@ class DriftWatch:
 
     def _warn(self, name: str, first_rank: int, other: int, when: str) -> None:
         self._warns = False
+        if not self._session.is_main:  # all ranks find the same
+            return
         if name in self._buffers:
             log.warning(
                 "%s the ranks %d and %d hold different values of the buffer %r: forward writes it "
@@ -191,12 +199,32 @@ class DriftWatch:
         )
 
 
-def compare_prepared(preparation: Preparation, *, before: str) -> None:
+def note_reduction(preparation: Preparation, number: int) -> None:
+    """Compare what ranks hold in common after some backward passes of a loop of the user's own.
+
+    That is after 2, 4, 8, ..., as most faults of a program show early, and after each 1,024.
+
+    Args:
+        preparation: As for `compare_prepared`.
+        number: How many passes there have been with a reduction over the ranks, which all of them make.
+
+    Raises:
+        DisagreementError: Settings of an optimizer differ.
+
+    Collectives: now and then as in `Session.gather_objects`, on several ranks.
+    """
+    if number == 1:
+        _watch(preparation)  # what is written from now on is looked at
+    elif number & (number - 1) == 0 or number % 1024 == 0:
+        compare_prepared(preparation, when=f"after {number} backward passes")
+
+
+def compare_prepared(preparation: Preparation, *, when: str) -> None:
     """Compare what ranks hold in common where no loop does it: their optimizers' settings and parameters.
 
     Args:
         preparation: Has the session, and the prepared models and optimizers.
-        before: The call that every rank makes, for the message.
+        when: Where all ranks are, for the message.
 
     Raises:
         DisagreementError: Settings of an optimizer differ.
@@ -206,11 +234,15 @@ def compare_prepared(preparation: Preparation, *, before: str) -> None:
     session = preparation.session
     if session.world_size == 1:
         return
-    models = preparation.named_models() if preparation.warns_of_drift else {}
-    watch = DriftWatch(session, models)
+    watch = _watch(preparation)
     everyones = check_same_optimizers(session, preparation.optimizers(), beside=watch.sums())
-    if session.is_main and not watch.compare(everyones, when=f"before {before}"):
+    if not watch.compare(everyones, when=when):
         preparation.warns_of_drift = False
+
+
+def _watch(preparation: Preparation) -> DriftWatch:
+    models = preparation.named_models() if preparation.warns_of_drift else {}
+    return DriftWatch(preparation.session, models, preparation.first_versions)
 
 
 def _named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
