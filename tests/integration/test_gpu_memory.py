@@ -45,8 +45,7 @@ def test_the_fuller_of_two_stages_takes_what_is_predicted(pair, size, microbatch
     found = pair.run(run, [GPU, SECOND], "pipeline", options, size, adamw, 2 * size[2])
     of_tensors, reserved = zip(*found, strict=True)
     assert of_tensors[0][0] == pytest.approx(max(measured for _, measured in of_tensors), rel=0.1)
-    # One segment more may be reserved: of 16 MiB that is more than a tenth.
-    assert reserved[0][0] == pytest.approx(max(measured for _, measured in reserved), rel=0.1, abs=2**21)
+    assert reserved[0][0] == pytest.approx(max(measured for _, measured in reserved), rel=0.1)
 
 
 def split_model(width, layers):

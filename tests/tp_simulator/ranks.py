@@ -141,6 +141,29 @@ def forget_to_wait():
     return report.races, y.tolist()
 
 
+def free_what_a_collective_has_done():
+    """Free a tensor whose collective is done while another has yet to be; return by how much memory grows."""
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    x, small = torch.ones(3 * 2**20, device=here()), torch.ones(4, device=here())
+    work = dist.all_reduce(x, async_op=True)
+    while not work.is_completed():
+        time.sleep(0.001)
+    work.wait()
+    if rank == 1:
+        store.wait(["freed"])
+    later = dist.all_reduce(small, async_op=True)
+    before = torch.sim.memory_reserved()
+    del x, work
+    again = torch.empty(3 * 2**20, device=here())
+    grown = torch.sim.memory_reserved() - before
+    del again
+    if rank == 0:
+        store.set("freed", "")
+    later.wait()
+    assert small.tolist() == [2.0] * 4
+    return grown
+
+
 # -- Ranks that disagree, and tensors that are refused --------------------------------------------------
 
 

@@ -31,6 +31,10 @@ def test_a_missing_wait_is_a_race(two):
         assert re.search(r"reads what all_reduce on stream \d+ of sim:\d writes", races[0])
 
 
+def test_memory_of_a_collective_that_is_done_waits_for_no_later_one(two):
+    assert two.run(ranks.free_what_a_collective_has_done) == [0, 0]
+
+
 def test_tensors_that_nccl_would_not_take_are_refused(two):
     for cpu, strided, bitwise, small, itself in two.run(ranks.refusals):
         assert "cpu" in cpu

@@ -769,9 +769,10 @@ class Group final : public c10d::Backend {
           text.substr(0, text.find('\n')), ")");
     }
     Held held(data);
-    // If nobody has waited, nothing orders what is done next with the memory.
-    auto stream = as_torch(launched.stream->device, launched.stream->id);
-    for (auto& tensor : launched.kept) allocator.recordStream(tensor.storage().data_ptr(), stream);
+    // Whether or not anybody waits, later work of the group does not hold the memory back: torch's NCCL records no
+    // streams, but keeps the tensors until a wait, or until the work is done.
+    for (auto& tensor : launched.kept)
+      Allocator::finish(tensor.storage().data_ptr().get(), *launched.stream, launched.position);
     launched.kept.clear();
   }
 

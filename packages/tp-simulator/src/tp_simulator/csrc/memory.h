@@ -33,6 +33,7 @@ struct Block {
   Block* previous = nullptr;  // neighbours in the segment
   Block* next = nullptr;
   std::map<Stream*, uint64_t> recorded;  // by record_stream, with what each had been given when the block was freed
+  std::map<size_t, uint64_t> finished;   // by a stream's number: up to where a group kept the block until it was done
   History history;
 };
 
@@ -160,6 +161,7 @@ inline void take_back(Memory& memory) {
       continue;
     }
     block->recorded.clear();
+    block->finished.clear();
     change(memory.stats.active_bytes, *block, -int64_t(block->size));
     poison_later(*block->home, block->address, block->size);
     enter_cache(memory, block);
@@ -327,6 +329,8 @@ struct Allocator final : c10::DeviceAllocator {
     auto known = clock_of(home);
     for (auto& access : block->history.accesses()) {
       if (access.stream == home.number || known[access.stream] >= access.time) continue;
+      auto finished = block->finished.find(access.stream);
+      if (finished != block->finished.end() && finished->second >= access.time) continue;
       bool is_recorded = false;
       for (auto& [stream, position] : block->recorded) is_recorded = is_recorded || stream->number == access.stream;
       if (is_recorded) continue;
@@ -373,6 +377,15 @@ struct Allocator final : c10::DeviceAllocator {
     auto* block = block_at(pointer.get());
     auto& recorded = stream_of(stream);
     if (block && block->home != &recorded) block->recorded[&recorded] = 0;
+  }
+
+  // A group has kept the block until its work at this position was done: whoever frees it needs no wait.
+  static void finish(const void* address, const Stream& stream, uint64_t position) {
+    Held held(data);
+    auto* block = block_at(address);
+    if (!block) return;
+    auto& finished = block->finished[stream.number];
+    finished = std::max(finished, position);
   }
 
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
