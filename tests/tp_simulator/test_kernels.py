@@ -223,6 +223,18 @@ def test_attention_is_by_what_sdpa_kernel_allows():
         torch.ops.aten._scaled_dot_product_fused_attention_overrideable(x, x, x, None, 0.5)
 
 
+def test_attention_in_float64_is_not_fused_as_on_cards():
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(1, 2, 3, 4)
+    found, expected = x.to("sim:0").requires_grad_(), x.clone().requires_grad_()
+    with tp_simulator.watch() as report:
+        F.scaled_dot_product_attention(found, found, found).sum().backward()
+    F.scaled_dot_product_attention(expected, expected, expected).sum().backward()
+    torch.testing.assert_close(found.grad.cpu(), expected.grad)
+    assert report.kernels > 4
+    with pytest.raises(NotImplementedError, match="no fused attention in Double"):
+        torch.ops.aten._scaled_dot_product_fused_attention_overrideable(found, found, found)
+
+
 def test_dropout_scales_what_it_keeps():
     x = torch.ones(1000, device="sim:0", requires_grad=True)
     with tp_simulator.hostile():

@@ -215,14 +215,13 @@ def _overrideable_backward(
 
 
 _HALVES = (torch.float16, torch.bfloat16)
-_WIDE = (torch.float32, torch.float64)
 
 KERNELS = (
     Kernel(
         "flash",
         "CPU",
         SDPBackend.FLASH_ATTENTION,
-        (*_HALVES, *_WIDE),
+        (*_HALVES, torch.float32, torch.float64),
         _flash_of_cpu,
         _flash_of_cpu_backward,
         takes_masks=True,
@@ -269,7 +268,7 @@ KERNELS = (
         "fused",
         "PrivateUse1",
         SDPBackend.OVERRIDEABLE,
-        (*_HALVES, *_WIDE),
+        (*_HALVES, torch.float32),
         _overrideable,
         _overrideable_backward,
         takes_masks=True,

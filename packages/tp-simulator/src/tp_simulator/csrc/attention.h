@@ -11,6 +11,11 @@ namespace sim {
 
 using MaybeTensor = std::optional<Tensor>;
 
+// No card has a fused kernel for doubles; and torch 2.11's meta kernel has their sums as floats.
+inline bool is_type_for_fused(const Tensor& query) {
+  return query.is_floating_point() && query.scalar_type() != at::kDouble;
+}
+
 inline bool is_mask_for_fused(const MaybeTensor& mask) {
   if (!mask.has_value() || !mask->defined()) return true;
   return !mask->requires_grad() && (mask->dim() == 2 || mask->dim() == 4);
@@ -22,7 +27,7 @@ inline int64_t attention_backend(
     std::optional<double>, bool) {
   auto& context = at::globalContext();
   bool is_fused = context.userEnabledOverrideableSDP() && dropout == 0 && query.dim() == 4 && key.dim() == 4 &&
-      query.is_floating_point() && query.sym_size(-1) == value.sym_size(-1) && query.sym_numel() > 0 &&
+      is_type_for_fused(query) && query.sym_size(-1) == value.sym_size(-1) && query.sym_numel() > 0 &&
       key.sym_numel() > 0 && is_mask_for_fused(mask);
   // The CPU's kernel reads features that lie apart in memory as if they did not.
   for (auto* tensor : {&query, &key, &value}) is_fused = is_fused && tensor->sym_stride(-1) == 1;
@@ -38,6 +43,7 @@ inline FusedAttention fused_attention(
     const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& bias, double dropout, bool is_causal,
     bool, std::optional<double> scale) {
   TORCH_CHECK_NOT_IMPLEMENTED(dropout == 0, "sim: no dropout in fused attention");
+  TORCH_CHECK_NOT_IMPLEMENTED(is_type_for_fused(query), "sim: no fused attention in ", query.scalar_type());
   Stack stack{query, key, value, dropout, is_causal, bias, scale};
   run_kernel(operator_named("aten::_scaled_dot_product_flash_attention_for_cpu"), &stack);
   return {stack[0].toTensor(), stack[1].toTensor(), Tensor(), Tensor(), query.sym_size(2), key.sym_size(2),
