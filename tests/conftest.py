@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from importlib import metadata
 from multiprocessing import util
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +42,10 @@ RING_3 = {"tp_accelerate", "tp_lightning", "tp_ray", "tp_simulator", "tp_testing
 
 def pytest_configure(config):
     _spare_the_disk()
+    # Before 2.13 torch says so, once in a process, of each gradient that comes from another device; there
+    # it says so of two streams of one device, which is an error.
+    if tuple(map(int, metadata.version("torch").split(".")[:2])) < (2, 13):
+        config.addinivalue_line("filterwarnings", "ignore:The AccumulateGrad node's stream:UserWarning")
     if not hasattr(config, "workerinput"):
         _gather_temporary_files()
     elif config.args_source is config.ArgsSource.TESTPATHS:

@@ -92,7 +92,11 @@ def test_torch_says_of_each_kernel_of_cuda_that_it_is_not_here():
     kernels = [kernel for kernel in _fused_kernels.KERNELS if kernel.allows is not None]
     assert [kernel.name for kernel in kernels] == ["flash", "efficient", "cuDNN"]
     for kernel in kernels:
-        assert not _fused_kernels._is_allowed(kernel, wanted, torch.device("cpu"), needs_grad=True)
+        try:
+            is_allowed = _fused_kernels._is_allowed(kernel, wanted, torch.device("cpu"), needs_grad=True)
+        except torch.AcceleratorError:  # a build of torch with CUDA asks a driver, which is not here, either
+            is_allowed = False
+        assert not is_allowed
 
 
 def inputs(features=(8, 8), **options):
