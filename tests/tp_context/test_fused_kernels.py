@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tp_context import _fused_kernels  # private: no public name shows which kernel ran
 from tp_context._algorithms import attend
 from tp_context._attention_inputs import Inputs, Rules
-from tp_context._fused_kernels import Wanted, kernel_for, refusals
+from tp_context._fused_kernels import AttentionBlock, Wanted, attend_to_block, kernel_for, refusals
 from tp_core.errors import StepError
 
 from tests.launches import process_group
@@ -274,6 +274,7 @@ def check_bias(bias, query, key):
         assert bias.dtype == query.dtype
         assert bias.stride(-1) == 1
         assert all(step % 16 == 0 for step, n in zip(bias.stride()[:3], bias.shape, strict=False) if n > 1)
+        assert bias.storage_offset() % 16 == 0
 
 
 def efficient(query, key, value, bias, compute, dropout_p=0.0, is_causal=False, *, scale=None):
@@ -345,6 +346,28 @@ CALLED = {
     ),
     "cuDNN": ("bidirectional", "grouped", "values of other sizes"),
 }
+
+
+MASKS = {
+    "whole": lambda: torch.randn(2, 1, 6, 32, dtype=DOUBLE),
+    "some keys of longer rows": lambda: torch.randn(6, 37, dtype=DOUBLE)[None, None, :, :32],
+    "keys from the middle": lambda: torch.randn(6, 64, dtype=DOUBLE)[None, None, :, 8:40],
+    "from an odd place": lambda: torch.randn(200, dtype=DOUBLE)[8:].narrow(0, 0, 192).view(1, 1, 6, 32),
+    "one row": lambda: torch.randn(32, dtype=DOUBLE).expand(1, 1, 6, 32),
+    "one key": lambda: torch.randn(2, 1, 6, 1, dtype=DOUBLE).expand(2, 1, 6, 32),
+    "columns": lambda: torch.randn(1, 1, 32, 6, dtype=DOUBLE).mT,
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_cudas_kernel_reads_a_mask_wherever_it_was_cut_from(name):
+    torch.manual_seed(0)
+    added = MASKS[name]()
+    query, (key, value) = torch.randn(2, 3, 6, 8, dtype=DOUBLE), torch.randn(2, 2, 3, 32, 8, dtype=DOUBLE)
+    with only("efficient"):
+        block = AttentionBlock(query, key, value, added, False, None)
+        found, _ = attend_to_block(_fused_kernels.KERNELS[0], block)
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(query, key, value, added))
 
 
 def by_stand_ins(store):

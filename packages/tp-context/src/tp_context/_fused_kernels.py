@@ -460,6 +460,9 @@ def _aligned(added: Tensor) -> Tensor:
     missing = -count % _COLUMNS
     if missing:
         return F.pad(added, (0, missing))[..., :count]
-    if added.stride(-1) == 1:
+    # Some keys of a larger mask may be as many, and begin anywhere in its rows.
+    steps = zip(added.stride()[:-1], added.shape[:-1], strict=True)
+    places = [added.storage_offset(), *(step for step, n in steps if n > 1)]
+    if added.stride(-1) == 1 and not any(place % _COLUMNS for place in places):
         return added
-    return added.contiguous()
+    return added.clone(memory_format=torch.contiguous_format)
