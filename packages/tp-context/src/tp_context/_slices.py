@@ -83,6 +83,9 @@ class Cut:
         self.own = self.ranges[rank]
         self.counts = _counts(self.ranges)
         self.tokens = self.counts[rank]
+        # The numbers of the ranges, rank after rank, in the order of their tokens.
+        ranges = [ends for of_rank in self.ranges for ends in of_rank]
+        self._order = sorted(range(len(ranges)), key=ranges.__getitem__)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Cut) and (self.ranges, self.rank) == (other.ranges, other.rank)
@@ -94,10 +97,10 @@ class Cut:
         """Return the positions of this rank's tokens in the whole sequence: (tokens,)."""
         return torch.cat([torch.arange(a, b, device=device) for a, b in self.own])
 
-    def take(self, whole: Tensor, dim: int, rank: int | None = None) -> Tensor:
-        """Return a rank's part of a tensor along ``dim``; this rank's by default."""
+    def take(self, whole: Tensor, dim: int, rank: int | None = None, out: Tensor | None = None) -> Tensor:
+        """Return a rank's part of a tensor along ``dim``; this rank's by default. ``out`` gets it."""
         ranges = self.ranges[self.rank if rank is None else rank]
-        return torch.cat([whole.narrow(dim, a, b - a) for a, b in ranges], dim)
+        return torch.cat([whole.narrow(dim, a, b - a) for a, b in ranges], dim, out=out)
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
         """Return the whole of a tensor of which each rank has its part along ``dim``.
@@ -140,32 +143,24 @@ class Cut:
 
     def joined(self, flats: Iterable[Tensor], shapes: Sequence[torch.Size], dim: int) -> list[Tensor]:
         """Return the wholes of tensors of which each rank's flat tensor has its parts, one after another."""
-        wholes: list[Tensor] = []
-        for rank, flat in enumerate(flats):
-            wholes = wholes or [flat.new_empty(resized(s, dim, self.length)) for s in shapes]
-            for place, piece in self._pieces(wholes, flat, dim, rank):
-                place.copy_(piece)
-        return wholes
+        # Few calls of torch, as each attention does this: a split for each part, a copy for each whole.
+        pieces: list[list[Tensor]] = [[] for _ in shapes]
+        for flat, count, ranges in zip(flats, self.counts, self.ranges, strict=True):
+            lengths = [b - a for a, b in ranges]
+            parts = views(flat, [resized(shape, dim, count) for shape in shapes])
+            for part, of_tensor in zip(parts, pieces, strict=True):
+                of_tensor.extend(part.split(lengths, dim))
+        return [torch.cat([of_tensor[i] for i in self._order], dim) for of_tensor in pieces]
 
     def divided(self, wholes: Sequence[Tensor], dim: int) -> Tensor:
         """Return a flat tensor of the parts of all ranks, as `joined` takes them."""
         sent = wholes[0].new_empty(sum(w.numel() for w in wholes))
         width = len(sent) // self.length
         for rank, flat in enumerate(sent.split([width * n for n in self.counts])):
-            for piece, place in self._pieces(wholes, flat, dim, rank):
-                place.copy_(piece.detach())
+            parts = views(flat, [resized(w.shape, dim, self.counts[rank]) for w in wholes])
+            for whole, part in zip(wholes, parts, strict=True):
+                self.take(whole.detach(), dim, rank, out=part)
         return sent
-
-    def _pieces(
-        self, wholes: Sequence[Tensor], flat: Tensor, dim: int, rank: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield views of tensors and of a rank's parts of them that have the same tokens."""
-        parts = views(flat, [resized(w.shape, dim, self.counts[rank]) for w in wholes])
-        for whole, part in zip(wholes, parts, strict=True):
-            at = 0
-            for first, last in self.ranges[rank]:
-                yield whole.narrow(dim, first, last - first), part.narrow(dim, at, last - first)
-                at += last - first
 
     def is_like(self, other: "Cut") -> bool:
         """Return whether a slice on some rank may be of either cut."""
