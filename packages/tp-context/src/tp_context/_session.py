@@ -15,7 +15,13 @@ from tp_core import tree_map
 from tp_core.data import CountedBatch, SampleRows, Share, StepOutput, read_weight, split_weight, step_identity
 from tp_core.errors import ConfigError, DisagreementError, ModelError, PluginError, StepError
 from tp_core.plugins import Job, Session
-from tp_core.sessions import ProcessGroupSession, SessionWrapper, join_process_group, new_process_group
+from tp_core.sessions import (
+    ProcessGroupSession,
+    SessionWrapper,
+    all_gather_single,
+    join_process_group,
+    new_process_group,
+)
 
 from tp_context._check import SequenceRanks, SliceProof, prove, refuse
 from tp_context._inputs import splitting
@@ -382,12 +388,13 @@ class ContextSession(SessionWrapper):
             )
             raise DisagreementError(msg)
 
-    def _gather_numbers(self, mine: Tensor) -> list[Tensor]:
+    def _gather_numbers(self, mine: Tensor) -> Tensor:
+        """Return each rank's numbers: (ranks, numbers), on the CPU."""
         # Ranks hold: varying -> replicated.
         sent = mine.to(self.device)
-        rows = [torch.empty_like(sent) for _ in range(self.ranks.size)]
-        dist.all_gather(rows, sent, group=self.ranks.group)
-        return [row.cpu() for row in rows]
+        rows = sent.new_empty(self.ranks.size, len(sent))
+        all_gather_single(rows.view(-1), sent, group=self.ranks.group)
+        return rows.cpu()
 
     # -- the outputs of all slices ------------------------------------------------------------
 
@@ -410,8 +417,7 @@ class ContextSession(SessionWrapper):
             sent.append(_number(mean))
             sent.append(_number(own_weight or 0.0))
         cuts.announce(("numbers", sorted(values)))
-        rows = self._gather_numbers(torch.tensor([len(sent), *sent], dtype=torch.float64))
-        table = torch.stack(rows)[:, 1:]
+        table = self._gather_numbers(torch.tensor(sent, dtype=torch.float64))
         weights = table[:, len(numbers)]
         joined: dict[str, Any] = {}
         for i, (name, value) in enumerate(numbers.items()):
