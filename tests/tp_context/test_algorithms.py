@@ -6,9 +6,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
-from tp_context import attention
+from tp_context import _slices, attention
 
-# private, both: without a model and its check
+# private, as `_slices` is: without a model and its check
 from tp_context._attention import _of_transformers
 from tp_context._patches import patched
 from tp_core.errors import StepError
@@ -201,3 +201,29 @@ def test_each_algorithm_equals_attention_on_one_device(two_ranks, names, tmp_pat
 def test_each_algorithm_on_more_ranks_equals_attention_on_one_device(size, tmp_path):
     with RankPool(size) as ranks:
         check(ranks.run(table, ALGORITHMS, [*CASES], tmp_path / "store"))
+
+
+def exchanged(most, store):
+    """Return whether tensors are gathered and summed, and in how many messages of at most so many bytes."""
+    import torch.distributed as dist
+
+    wholes = [made(2, 3, TOKENS, 4, seed=seed) for seed in range(2)]
+    with (
+        process_group(store),
+        patch.object(_slices, "TOGETHER", most),
+        patch.object(_slices, "all_gather_single", wraps=_slices.all_gather_single) as gathers,
+        patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as sums,
+    ):
+        cut = _slices.Cut(TOKENS, dist.get_rank(), dist.get_world_size(), None)
+        parts = [cut.take(whole, 2) for whole in wholes]
+        gathered = cut.all_gather_together(parts, 2)
+        summed = cut.sum_and_take(list(wholes), 2)
+    are_gathered = all(map(torch.equal, gathered, wholes))
+    are_summed = all(torch.equal(total, part * cut.size) for total, part in zip(summed, parts, strict=True))
+    return are_gathered, are_summed, gathers.call_count, sums.call_count
+
+
+@pytest.mark.parametrize(("most", "messages"), [(2**22, 1), (0, 2)])
+def test_keys_and_values_are_exchanged_together_unless_they_are_large(two_ranks, most, messages, tmp_path):
+    for found in two_ranks.run(exchanged, most, tmp_path / "store"):
+        assert found == (True, True, messages, messages)

@@ -25,8 +25,11 @@ from tp_core.sessions import all_gather_single
 
 K = TypeVar("K")
 
-TOGETHER = 2**20
-"""The most bytes of whole tensors in one message: larger ones need memory beside each other."""
+TOGETHER = 2**22
+"""The most bytes of whole tensors in one message: larger ones need memory beside each other.
+
+In each message ranks wait for each other, and the more ranks share a core, the longer.
+"""
 
 
 class Cut:
