@@ -323,3 +323,49 @@ def test_what_the_work_adds_to_a_log_record_cannot_end_the_worker(caplog):
     assert list(tp_runner.map(work, [7], n_workers=1, **FORK)) == [7]
     (record,) = [record for record in caplog.records if record.name == "adds"]
     assert (record.step, record.problem) == (7, "NeedsTwoError('first')")
+
+
+STARTED_EARLY = """
+import os, sys
+import tp_runner
+
+started = []
+seen = set()  # how many processes had been started when the program was pickled
+sys.addaudithook(lambda event, _: started.append(event) if event == "subprocess.Popen" else None)
+
+class Witness:
+    travels = False
+
+    def __reduce__(self):
+        seen.add(len(started))
+        if not self.travels:
+            raise ValueError("it stays here")
+        return Witness, ()
+
+    def __call__(self, item):
+        import imported_once
+        return imported_once.pid, os.getpid()
+
+def run(**options):
+    return list(tp_runner.map(Witness(), [1], n_workers=2, **options))
+
+if __name__ == "__main__":
+    method, folder = sys.argv[1:]
+    try:
+        run(start_method=method)
+    except tp_runner.NotPicklableError:
+        children = open(f"/proc/self/task/{os.getpid()}/children").read().split()
+    Witness.travels = True
+    sys.path.insert(0, folder)
+    preload = None if method == "spawn" else ["imported_once"]
+    [(importer, worker)] = run(start_method=method, preload=preload)
+    print(len(children), importer == worker, children == [str(importer)], sorted(seen))
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "words"), [("spawn", "0 True False [2, 4]"), ("forkserver", "1 False True [1]")]
+)
+def test_processes_start_while_the_program_is_pickled(method, words, run_script, tmp_path):
+    (tmp_path / "imported_once.py").write_text("import os\npid = os.getpid()\n")
+    assert run_script(STARTED_EARLY, method, str(tmp_path)).strip() == words

@@ -18,7 +18,6 @@ from tp_runner._options import (
     refuse_async,
     require_processes,
 )
-from tp_runner._scheduling._pool import RunnerPool
 from tp_runner._stream import OpenRun
 from tp_runner._workers._fleet import Fleet
 from tp_runner._workers._item import warn_of_copied_generators
@@ -27,6 +26,8 @@ from tp_runner.errors import RunnerClosedError
 if TYPE_CHECKING:  # nothing here imports torch: runners on the CPU need none
     import torch
     from tp_core.plugins import Verdict
+
+    from tp_runner._scheduling._pool import RunnerPool
 
 
 class FleetEngine(Engine):
@@ -52,7 +53,7 @@ class FleetEngine(Engine):
 
     @abstractmethod
     def make_fleet(self, program: Any, devices: tuple[str, ...], settings: Settings) -> Fleet:
-        """Return the workers, not started yet; modules that they need are imported here."""
+        """Return the workers, whose starts may have begun; modules that they need are imported here."""
 
     def assess(self, devices: "Sequence[torch.device]") -> "Verdict":
         """Fit for any devices, better or worse."""
@@ -63,7 +64,7 @@ class FleetEngine(Engine):
 
     def open(
         self, worker: Any, devices: "Sequence[torch.device]", *, options: Mapping[str, Any]
-    ) -> RunnerPool:
+    ) -> "RunnerPool":
         """Start one worker per device; ``worker(device)`` returns what is applied to each item."""
         names = tuple(str(device) for device in devices)
         return self.open_pool(worker, names, self.make_settings(len(names), options))
@@ -74,10 +75,18 @@ class FleetEngine(Engine):
 
     def open_pool(
         self, program: Any, devices: tuple[str, ...], settings: Settings, *, wait: bool = True
-    ) -> RunnerPool:
+    ) -> "RunnerPool":
         """Start the workers; ``wait`` until they are ready, as ``RunnerPool`` does."""
         settings = settings._replace(entropy=int.from_bytes(os.urandom(8)))
-        return RunnerPool(self.make_fleet(program, devices, settings), settings, wait=wait)
+        fleet = self.make_fleet(program, devices, settings)
+        try:
+            # Not before: processes may have begun to start, and do so meanwhile.
+            from tp_runner._scheduling._pool import RunnerPool
+
+            return RunnerPool(fleet, settings, wait=wait)
+        except BaseException:
+            fleet.close(timeout_s=0.0)
+            raise
 
 
 _RAY = dict.fromkeys(("min_workers", "placement", "resources"), "only Ray places workers by them")

@@ -9,8 +9,6 @@ from tp_core.output import shows_progress
 
 from tp_runner._engines import PoolFactory, worker_devices
 from tp_runner._options import ItemOptions, RunnerOptions
-from tp_runner._scheduling._pool import RunnerPool
-from tp_runner._scheduling._source import MapStyle, length_of
 from tp_runner._stream import OpenRun, ResultStream
 from tp_runner._workers._work import FunctionProgram
 from tp_runner.errors import ItemError, RunnerClosedError
@@ -19,22 +17,26 @@ if TYPE_CHECKING:
     from tp_core import DeviceSpec
     from tp_core.output import Progress
 
+    from tp_runner._scheduling._pool import RunnerPool
+    from tp_runner._scheduling._source import MapStyle
+
 
 T = TypeVar("T")
 R = TypeVar("R")
 State = TypeVar("State")
 
 
-def stream(pool: RunnerPool, items: Any, *, progress: bool) -> ResultStream[Any]:
+def stream(pool: "RunnerPool", items: Any, *, progress: bool) -> ResultStream[Any]:
     """Return an iterator over the results of a run on a pool."""
     return ResultStream(_open_run(pool, items, progress=progress))
 
 
-def _open_run(pool: RunnerPool, items: Any, *, progress: bool) -> OpenRun:
+def _open_run(pool: "RunnerPool", items: Any, *, progress: bool) -> OpenRun:
     run = pool.open_run(items)
     if not progress:
         return run
     from tp_runner._progress import with_progress
+    from tp_runner._scheduling._source import length_of
 
     chunks = with_progress(run.chunks, length_of(items), pool)
     return run._replace(chunks=chunks)
@@ -43,7 +45,7 @@ def _open_run(pool: RunnerPool, items: Any, *, progress: bool) -> OpenRun:
 @overload
 def map(
     function: Callable[[T], R],
-    items: Iterable[T] | MapStyle[T],
+    items: "Iterable[T] | MapStyle[T]",
     *,
     devices: "DeviceSpec" = None,
     n_workers: int | None = None,
@@ -58,7 +60,7 @@ def map(
 @overload
 def map(
     function: Callable[[State, T], R],
-    items: Iterable[T] | MapStyle[T],
+    items: "Iterable[T] | MapStyle[T]",
     *,
     init: Callable[[str], State],
     devices: "DeviceSpec" = None,
@@ -73,7 +75,7 @@ def map(
 @overload
 def map(
     function: Callable[..., Any],
-    items: Iterable[Any] | MapStyle[Any],
+    items: "Iterable[Any] | MapStyle[Any]",
     *,
     batch: int,
     collate: Callable[[list[Any]], Any] | None = None,
@@ -91,7 +93,7 @@ def map(
 @overload
 def map(
     function: Callable[..., R],
-    items: Iterable[Any] | MapStyle[Any],
+    items: "Iterable[Any] | MapStyle[Any]",
     *,
     on_error: Literal["return"],
     devices: "DeviceSpec" = None,

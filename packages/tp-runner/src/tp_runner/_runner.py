@@ -9,7 +9,6 @@ from tp_core.output import shows_progress
 
 from tp_runner._engines import PoolFactory, worker_devices
 from tp_runner._options import RunnerOptions
-from tp_runner._scheduling._source import MapStyle
 from tp_runner._stats import RunnerStats
 from tp_runner._stream import ResultStream
 from tp_runner._workers._work import ClassProgram, copy_cfg
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from tp_core.output import Progress
 
     from tp_runner._scheduling._pool import RunnerPool
+    from tp_runner._scheduling._source import MapStyle
 
     R = typing_extensions.TypeVar("R", default=Any)  # typing's has no default before Python 3.13
 else:
@@ -117,7 +117,7 @@ class _Runner(Generic[R]):
 
     # -- calls ---------------------------------------------------------------------------------
 
-    def __call__(self, items: Iterable[Any] | MapStyle[Any]) -> Any:
+    def __call__(self, items: "Iterable[Any] | MapStyle[Any]") -> Any:
         """Send all items through the workers and the results through the consumer.
 
         Returns:
@@ -139,7 +139,7 @@ class _Runner(Generic[R]):
                 consume(cfg, result)
         return self.consumer_end(cfg)
 
-    def stream(self, items: Iterable[Any] | MapStyle[Any]) -> ResultStream[R]:
+    def stream(self, items: "Iterable[Any] | MapStyle[Any]") -> ResultStream[R]:
         """Return an iterator over the results, without a consumer; it can be closed early.
 
         Several streams, asynchronous streams and submitted items take turns on the workers. The iterator

@@ -454,11 +454,7 @@ class RunnerPool(Pool):
         self._is_dropped = False  # no new runs or items are accepted
         self._is_closing = False
         self._owner = os.getpid()
-        try:
-            self._scheduler = FleetScheduler(fleet, settings, wait=wait)
-        except BaseException:
-            fleet.close(timeout_s=0.0)
-            raise
+        self._scheduler = FleetScheduler(fleet, settings, wait=wait)
         self._lock = self._scheduler.lock
         watch(self)
 

@@ -6,10 +6,12 @@ import functools
 import gc
 import importlib
 import os
+import pickle
 import select
 import signal
 import socket
 import struct
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +24,7 @@ from tp_runner._workers._start import UNKNOWN_EXIT, Process, bootstrap, ignore_i
 from tp_runner.errors import RunnerClosedError
 
 _STATUS = struct.Struct("<ii")
+_LENGTH = struct.Struct("<i")
 ANSWER_S = 300.0
 """Limit for an answer, for a server that was stopped (SIGSTOP), say."""
 MOST_SERVERS = 3
@@ -34,15 +37,13 @@ MOST_PASSED = _MOST_DESCRIPTORS - 7
 class ForkServer:
     """The parent's side of one server."""
 
-    def __init__(
-        self, main: Callable[..., None], preload: Sequence[str], env: Mapping[str, str | None]
-    ) -> None:
+    def __init__(self, main: Callable[..., None], env: Mapping[str, str | None]) -> None:
         self._owner = 0  # no process's yet: stop() runs by __del__ where the start raises
         ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours, theirs = (socket.socket(fileno=above_standard(end.detach())) for end in ends)
         ours.settimeout(ANSWER_S)
         of_worker = main.__module__, main.__name__
-        code = bootstrap(__name__, "serve", theirs.fileno(), tuple(preload), *of_worker)
+        code = bootstrap(__name__, "serve", theirs.fileno(), *of_worker)
         self._process = spawn(code, [theirs.fileno()], env)
         theirs.close()
         self._socket = ours
@@ -50,6 +51,12 @@ class ForkServer:
         self._lock = threading.Lock()
         self._ended: dict[int, int] = {}
         self._owner = os.getpid()
+
+    def preload(self, modules: Sequence[str]) -> None:
+        """Name the modules that it imports before it forks; called once."""
+        message = pickle.dumps((sys.path, modules), 5)
+        with contextlib.suppress(ConnectionError):  # it was killed; the next request notices
+            self._socket.sendall(_LENGTH.pack(len(message)) + message)
 
     def fork(self, descriptors: Sequence[int]) -> Process:
         with self._lock, contextlib.ExitStack() as opened:
@@ -141,10 +148,11 @@ class _Grandchild(Process):
 
 
 _STARTED = -1000  # in the place of an exit status: this one was just started
-# This process's servers, by imported modules and changes of the environment. A server with changes lives as
-# long as its workers: a program may have any number of environments.
+# This process's servers, by imported modules and changes of the environment, or `_UNUSED`. A server with
+# changes lives as long as its workers: a program may have any number of environments.
 _servers: weakref.WeakValueDictionary[tuple[Any, ...], ForkServer] = weakref.WeakValueDictionary()
 _permanent_servers: list[ForkServer] = []  # the others
+_UNUSED = ()  # the place of a server that does not know yet which modules it imports
 _servers_lock = threading.RLock()  # held in each fork, below
 
 
@@ -177,6 +185,21 @@ def fork_by_server(
     raise ConnectionError(msg)
 
 
+def begin_server(main: Callable[..., None]) -> None:
+    """Start the first server while this process finds out which modules it is to import."""
+    with _servers_lock:
+        if not _permanent_servers:
+            _servers[_UNUSED] = _start_server(main, {})
+
+
+def _start_server(main: Callable[..., None], env: Mapping[str, str | None]) -> ForkServer:
+    server = ForkServer(main, env)
+    watch(server, last=True)
+    if not env:
+        _permanent_servers.append(server)
+    return server
+
+
 def _server(main: Callable[..., None], preload: Sequence[str], env: Mapping[str, str | None]) -> ForkServer:
     key = tuple(sorted(preload)), tuple(sorted(env.items()))
     with _servers_lock:
@@ -184,10 +207,13 @@ def _server(main: Callable[..., None], preload: Sequence[str], env: Mapping[str,
         if server is None or not server.is_alive():
             if server is not None:  # killed: its socket would stay open with it
                 server.stop()
-            server = _servers[key] = ForkServer(main, key[0], env)
-            watch(server, last=True)
+            server = None
             if not env:
-                _permanent_servers.append(server)
+                server = _servers.pop(_UNUSED, None)
+            if server is None:
+                server = _start_server(main, env)
+            server.preload(key[0])
+            _servers[key] = server
         return server
 
 
@@ -200,6 +226,7 @@ def _forget_all() -> None:
     for server in list(_servers.values()):
         server.forget()
     _servers.clear()
+    _permanent_servers.clear()
     _servers_lock.release()
 
 
@@ -209,17 +236,21 @@ os.register_at_fork(
 )
 
 
-def serve(fd: int, preload: Sequence[str], module: str, function: str) -> None:
+def serve(fd: int, module: str, function: str) -> None:
     """Run the server: fork workers, which run a function, on request until the parent closes its side."""
-    # Most programs are of `__main__`: their pickles need cloudpickle, which each worker would import.
-    for name in ("cloudpickle", *preload):
-        # Whatever it raises: the worker that needs it reports it with its traceback.
-        with contextlib.suppress(Exception), unpickling:
-            importlib.import_module(name)
+    parent = socket.socket(fileno=fd)
     main = getattr(importlib.import_module(module), function)
+    # Most programs are of `__main__`: their pickles need cloudpickle, which each worker would import.
+    _import("cloudpickle")
+    length = parent.recv(_LENGTH.size, socket.MSG_WAITALL)
+    if len(length) < _LENGTH.size:  # the parent has ended
+        return
+    message = parent.recv(*_LENGTH.unpack(length), socket.MSG_WAITALL)
+    sys.path[:], preload = pickle.loads(message)
+    for name in preload:
+        _import(name)
     gc.freeze()  # the first full collection of a worker would copy all that is imported here: 0.2 s
     ignore_interrupts()  # again: a module of the program may have set a handler of its own
-    parent = socket.socket(fileno=fd)
     wakeup, wakeup_end = os.pipe()
     os.set_blocking(wakeup_end, False)  # set_wakeup_fd refuses a blocking descriptor
     # A handler that does nothing: Python writes to the wakeup descriptor only for signals that have one.
@@ -255,6 +286,12 @@ def serve(fd: int, preload: Sequence[str], module: str, function: str) -> None:
                 os.close(descriptor)
             with contextlib.suppress(ConnectionError):  # the parent was killed; the next read notices
                 parent.sendall(_STATUS.pack(pid, _STARTED))
+
+
+def _import(name: str) -> None:
+    # Whatever it raises: the worker that needs it reports it with its traceback.
+    with contextlib.suppress(Exception), unpickling:
+        importlib.import_module(name)
 
 
 def _report_exits(parent: socket.socket) -> None:

@@ -5,6 +5,7 @@ import math
 import os
 import pickle
 import select
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -48,9 +49,16 @@ class WorkerHandle:
     """The parent's side of a worker process: its start, its pipes, its blocks of shared memory."""
 
     def __init__(
-        self, setup: Setup, *, passed: Sequence[int], memory: SharedMemoryPool, heartbeats: int
+        self,
+        worker: int,
+        settings: Settings,
+        setup: Setup | None,  # ``None`` if it is sent later
+        *,
+        passed: Sequence[int],
+        memory: SharedMemoryPool,
+        heartbeats: int,
     ) -> None:
-        self.worker = setup.worker
+        self.worker = worker
         # -- Its blocks of shared memory
         self.inflight: dict[int, Block] = {}  # of the chunks that it has been given, by their numbers
         self.held: dict[int, Block] = {}  # of finished chunks that keep inputs for the user's code
@@ -71,7 +79,7 @@ class WorkerHandle:
         (theirs_in, self._requests), (self.replies, theirs_out), (life, self._life) = _start.open_pipes(3)
         descriptors = Descriptors(theirs_in, theirs_out, life, memory.fd, heartbeats)
         try:
-            self.process = self._start(setup, descriptors, memory)
+            self.process = self._start(settings, setup, descriptors, memory)
         except BaseException:
             self.close()
             for block in self.held.values():
@@ -82,9 +90,10 @@ class WorkerHandle:
             _start.close_descriptors(theirs_in, theirs_out, life)
         os.set_blocking(self.replies, False)
 
-    def _start(self, setup: Setup, descriptors: Descriptors, memory: SharedMemoryPool) -> Process:
-        settings = setup.settings
-        if settings.start_method == "fork":
+    def _start(
+        self, settings: Settings, setup: Setup | None, descriptors: Descriptors, memory: SharedMemoryPool
+    ) -> Process:
+        if setup is not None and settings.start_method == "fork":
 
             def child() -> None:
                 die_with_parent(descriptors.life)
@@ -92,7 +101,8 @@ class WorkerHandle:
 
             with _start.inherit_descriptors(descriptors.requests, descriptors.replies, descriptors.life):
                 return fork(child)
-        self._send_setup(setup.pickled(), memory)
+        if setup is not None:
+            self.send_setup(setup, memory)
         fds = (*descriptors, *self._passed)
         if settings.start_method == "spawn":
             return spawn(bootstrap(main.__module__, main.__name__, *fds), fds, settings.env)
@@ -100,8 +110,9 @@ class WorkerHandle:
 
         return fork_by_server(main, settings.preload, settings.env, fds)
 
-    def _send_setup(self, data: bytes, memory: SharedMemoryPool) -> None:
-        """Send the setup, before the process starts: the pipe holds it, or the place of a long one."""
+    def send_setup(self, setup: Setup, memory: SharedMemoryPool) -> None:
+        """Send the setup, without waiting: the pipe holds it, or the place of a long one."""
+        data = setup.pickled()
         request = _wire.Request(_wire.START, blob_nbytes=len(data))
         if len(data) > _wire.INLINE:  # a pipe would block until the worker reads it, for any time
             block = self.held[_SETUP] = memory.allocate(len(data))
@@ -185,12 +196,11 @@ class ProcessFleet(Fleet):
 
     def __init__(self, program: Any, devices: tuple[str, ...], settings: Settings) -> None:
         check_start(devices, settings)
-        packed = pack_program(program, devices, settings)
         super().__init__(devices)
-        self._settings = packed.settings
-        self._passed = packed.descriptors
+        self._settings = settings
+        self._program: Any = None
+        self._passed: list[int] = []
         self._memory = SharedMemoryPool()
-        self._program = packed.stored_in(self._memory)
         self._heartbeats = Heartbeats(len(devices))
         # Other threads, and signal handlers, end a wait in the poller by a byte in this pipe.
         self._wake = _start.open_pipe()
@@ -213,15 +223,40 @@ class ProcessFleet(Fleet):
             lease_at_most=settings.max_bytes // 2,
         )
         self._starting: dict[int, float] = {}  # workers that are not ready, and when they must be
+        self._begun: list[int] = []  # workers whose starts have begun, before the first launch
         self._undelivered: list[Event] = []  # of workers that could not be started again
         self._closing = False
         self._owner = os.getpid()
+        try:
+            self._pack(program)
+        except BaseException:
+            self.close(timeout_s=0.0)
+            raise
+
+    def _pack(self, program: Any) -> None:
+        """Pickle the program, while the processes that need not wait for it begin to start."""
+        settings = self._settings
+        if settings.start_method == "forkserver" and not settings.env:
+            from tp_runner._workers._fork_server import begin_server  # other starts need no sockets
+
+            begin_server(main)
+        # A process is given descriptors at its start alone, and only multiprocessing's objects have any.
+        if settings.start_method == "spawn" and "multiprocessing" not in sys.modules:
+            self._begun = self._missing()
+            for worker in self._begun:
+                self._open(worker, None)
+        packed = pack_program(program, self.devices, settings)
+        self._settings = packed.settings
+        self._passed = packed.descriptors
+        self._program = packed.stored_in(self._memory)
+        for worker in self._begun:
+            self._handles[worker].send_setup(self._setup_of(worker), self._memory)
 
     # -- starting and ending --------------------------------------------------------------------
 
     def start(self, may_restart: Callable[[Died], bool]) -> list[Event]:
         events: list[Event] = []
-        missing = self._missing()
+        missing = [*self._missing(), *self._begun]
         self.launch()
         try:
             while not all(self._has_started(worker) for worker in missing):
@@ -247,6 +282,7 @@ class ProcessFleet(Fleet):
 
     def launch(self) -> None:
         try:
+            self._begun = []
             for worker in self._missing():
                 self._launch(worker)
         except BaseException:
@@ -258,12 +294,22 @@ class ProcessFleet(Fleet):
 
     def _launch(self, worker: int) -> None:
         try:
-            setup = Setup(self._program, self.devices[worker], worker, self.size, self._settings)
-            handle = WorkerHandle(
-                setup, passed=self._passed, memory=self._memory, heartbeats=self._heartbeats.fd
-            )
+            self._open(worker, self._setup_of(worker))
         except ConnectionError as error:  # no traceback: it would be this process's
             raise self.error(worker, Failure(INIT, str(error))) from error
+
+    def _setup_of(self, worker: int) -> Setup:
+        return Setup(self._program, self.devices[worker], worker, self.size, self._settings)
+
+    def _open(self, worker: int, setup: Setup | None) -> None:
+        handle = WorkerHandle(
+            worker,
+            self._settings,
+            setup,
+            passed=self._passed,
+            memory=self._memory,
+            heartbeats=self._heartbeats.fd,
+        )
         self._handles[worker] = handle
         self._starting[worker] = time.monotonic() + (self._settings.start_timeout_s or math.inf)
         self._by_fd[handle.replies] = worker
