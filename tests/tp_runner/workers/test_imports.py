@@ -1,4 +1,4 @@
-"""Runners that a module starts when it is imported: refused in the first workers, or before them."""
+"""Runners that a module starts when it is imported are refused; workers import what they need alone."""
 
 import os
 import sys
@@ -112,3 +112,11 @@ def test_the_number_of_nested_workers_has_a_bound(monkeypatch):
     assert list(tp_runner.map(width, [0], n_workers=1, start_method="fork")) == ["200"]
     with pytest.raises(ConfigError, match=r"200 workers would start 2000 workers each, 400000 in all"):
         list(tp_runner.map(width, [0], n_workers=2000, start_method="fork"))
+
+
+def test_a_worker_imports_nothing_that_its_parent_alone_needs():
+    def imported(names):
+        return [name for name in names if name in sys.modules]
+
+    names = ["concurrent.futures", "tp_runner.errors", "tp_runner._workers._fleet", "tp_runner._scheduling"]
+    assert list(tp_runner.map(imported, [names], n_workers=1, start_method="spawn")) == [[]]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tp_runner._workers._fleet import Timing
+from tp_runner._workers._work import Timing
 
 if TYPE_CHECKING:
     from tp_runner._stats import RunnerStats

@@ -28,13 +28,16 @@ from tp_runner._workers._fleet import (
     Event,
     Fleet,
     Ready,
-    Timing,
-    dumps_exit_result,
     failure_of_death,
-    loads_exit_result,
 )
 from tp_runner._workers._item import WorkerTask, become_worker, set_current_task
-from tp_runner._workers._pickling import USERS_ERRORS, dump_program, pack_results
+from tp_runner._workers._pickling import (
+    USERS_ERRORS,
+    dump_program,
+    dumps_exit_result,
+    loads_exit_result,
+    pack_results,
+)
 from tp_runner._workers._setup import (
     HASH_SEED,
     Setup,
@@ -45,7 +48,7 @@ from tp_runner._workers._setup import (
     prepare_process,
     unpickling,
 )
-from tp_runner._workers._work import end_work, run_chunk
+from tp_runner._workers._work import Timing, end_work, run_chunk
 
 __all__ = [
     "END",

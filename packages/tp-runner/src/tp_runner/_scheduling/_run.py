@@ -9,8 +9,9 @@ from tp_core.errors import TpError
 
 from tp_runner._options import Settings
 from tp_runner._scheduling._source import ItemSource
-from tp_runner._workers._failure import ITEM, RAISED, RESULT, TIMEOUT, Failure, failure_to_error
+from tp_runner._workers._failure import ITEM, RAISED, RESULT, TIMEOUT, Failure
 from tp_runner._workers._fleet import Chunk, Died, Done, Fleet, failure_of_death
+from tp_runner._workers._item_errors import failure_to_error
 from tp_runner._workers._pickling import explain_not_picklable, short_repr
 
 # -- The retry policy for failed chunks: a pure function of facts ---------------------------------

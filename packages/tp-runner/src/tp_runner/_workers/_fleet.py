@@ -5,16 +5,14 @@ import atexit
 import collections
 import contextlib
 import os
-import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
-from tp_core.ranks import dumps_by_value
-
-from tp_runner._workers._failure import DIED, ENDING, Failure, failure_to_error
-from tp_runner._workers._pickling import USERS_ERRORS, explain_not_picklable
+from tp_runner._workers._failure import DIED, Failure
+from tp_runner._workers._item_errors import failure_to_error
+from tp_runner._workers._work import Timing
 from tp_runner.errors import ItemError
 
 
@@ -76,15 +74,6 @@ class Chunk:
         # whether its items are expected to take so long that others should not wait behind it
         self.is_long = True
         self.nbytes = 0  # how many bytes its items, and later its results, take
-
-
-class Timing(NamedTuple):
-    """The times of a worker for a chunk, in seconds; ``began`` is by the monotonic clock."""
-
-    began: float = 0.0
-    waited_s: float = 0.0
-    worked_s: float = 0.0
-    sent_s: float = 0.0
 
 
 class Done(NamedTuple):
@@ -272,29 +261,6 @@ def failure_of_death(died: Died) -> Failure:
     failure = Failure(DIED, how, exitcode=died.exitcode)
     failure.worker = died.worker
     return failure
-
-
-def dumps_exit_result(returned: Any) -> bytes:
-    """Pickle the value that the end of a worker returned, or why it cannot be pickled."""
-    if returned is None:  # as a rule
-        return b""
-    try:
-        data = dumps_by_value(returned, protocol=5)
-    except USERS_ERRORS as error:
-        failure = Failure.of(error, ENDING)
-        failure.summary = explain_not_picklable(returned, "what it returned", error)
-        return pickle.dumps(failure, 5)
-    return data
-
-
-def loads_exit_result(data: Any) -> Any:
-    """Undo :func:`dumps_exit_result`; return a :class:`Failure` where that is not possible."""
-    try:
-        if data:
-            return pickle.loads(data)
-        return None
-    except USERS_ERRORS as error:
-        return Failure.of(error, ENDING)
 
 
 # Weak: a runner that the program forgets ends by its __del__, and not with the program.

@@ -17,11 +17,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tp_runner._workers._fleet import is_program_ending, watch
 from tp_runner._workers._setup import unpickling
 from tp_runner._workers._shared_memory import above_standard
 from tp_runner._workers._start import UNKNOWN_EXIT, Process, bootstrap, ignore_interrupts, run_and_exit, spawn
-from tp_runner.errors import RunnerClosedError
 
 _STATUS = struct.Struct("<ii")
 _LENGTH = struct.Struct("<i")
@@ -171,6 +169,9 @@ def fork_by_server(
             msg = f"the fork server, process {server.pid}, does not answer; start_method='spawn' needs none"
             raise ConnectionError(msg) from None
         except OSError as error:
+            from tp_runner._workers._fleet import is_program_ending
+            from tp_runner.errors import RunnerClosedError
+
             if is_program_ending() and threading.current_thread().daemon:
                 # The main thread has stopped it just now, and Python is about to stop this one.
                 msg = "the program has come to its end"
@@ -193,6 +194,8 @@ def begin_server(main: Callable[..., None]) -> None:
 
 
 def _start_server(main: Callable[..., None], env: Mapping[str, str | None]) -> ForkServer:
+    from tp_runner._workers._fleet import watch  # here, and above: the server itself does without
+
     server = ForkServer(main, env)
     watch(server, last=True)
     if not env:
@@ -245,8 +248,8 @@ def serve(fd: int, module: str, function: str) -> None:
     length = parent.recv(_LENGTH.size, socket.MSG_WAITALL)
     if len(length) < _LENGTH.size:  # the parent has ended
         return
-    message = parent.recv(*_LENGTH.unpack(length), socket.MSG_WAITALL)
-    sys.path[:], preload = pickle.loads(message)
+    (nbytes,) = _LENGTH.unpack(length)
+    sys.path[:], preload = pickle.loads(parent.recv(nbytes, socket.MSG_WAITALL))
     for name in preload:
         _import(name)
     gc.freeze()  # the first full collection of a worker would copy all that is imported here: 0.2 s

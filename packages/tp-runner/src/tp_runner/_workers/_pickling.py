@@ -10,8 +10,7 @@ from typing import Any
 
 from tp_core.ranks import dumps_by_value, pickled_by_value
 
-from tp_runner._workers._failure import RESULT, Failure
-from tp_runner.errors import NotPicklableError
+from tp_runner._workers._failure import ENDING, RESULT, Failure
 
 USERS_ERRORS = (Exception, SystemExit, GeneratorExit)
 """Errors of a user's ``__reduce__`` or ``__setstate__``; an interrupt is for the whole program."""
@@ -36,6 +35,8 @@ def dump_program(program: Any, buffers: list[memoryview] | None = None) -> bytes
             f"{explain_not_picklable(part, name, error)}; it must travel to the workers: make it there, in "
             "init= or producer_init, or move what uses it into a module, which they import"
         )
+        from tp_runner.errors import NotPicklableError  # as in _work: workers import this module, too
+
         raise NotPicklableError(msg) from error
 
 
@@ -213,6 +214,29 @@ def pack_results(
             results[place] = Failure.of(error, RESULT)
             results[place].summary = explain_not_picklable(result, "result", error)
     return *packer(results), True
+
+
+def dumps_exit_result(returned: Any) -> bytes:
+    """Pickle the value that the end of a worker returned, or why it cannot be pickled."""
+    if returned is None:  # as a rule
+        return b""
+    try:
+        data = dumps_by_value(returned, protocol=5)
+    except USERS_ERRORS as error:
+        failure = Failure.of(error, ENDING)
+        failure.summary = explain_not_picklable(returned, "what it returned", error)
+        return pickle.dumps(failure, 5)
+    return data
+
+
+def loads_exit_result(data: Any) -> Any:
+    """Undo :func:`dumps_exit_result`; return a :class:`Failure` where that is not possible."""
+    try:
+        if data:
+            return pickle.loads(data)
+        return None
+    except USERS_ERRORS as error:
+        return Failure.of(error, ENDING)
 
 
 def short_repr(obj: Any, limit: int = 200) -> str:

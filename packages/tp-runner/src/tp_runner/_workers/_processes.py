@@ -14,7 +14,7 @@ from tp_core.output import get_logger
 
 from tp_runner._options import Settings
 from tp_runner._workers import _start, _wire
-from tp_runner._workers._failure import END, INIT, Failure, describe_exit
+from tp_runner._workers._failure import END, INIT, Failure
 from tp_runner._workers._fleet import (
     LONGEST_WAIT_S,
     Chunk,
@@ -23,12 +23,11 @@ from tp_runner._workers._fleet import (
     Event,
     Fleet,
     Ready,
-    Timing,
     failure_of_death,
-    loads_exit_result,
 )
 from tp_runner._workers._heartbeats import Heartbeats
-from tp_runner._workers._pickling import USERS_ERRORS
+from tp_runner._workers._item_errors import describe_exit
+from tp_runner._workers._pickling import USERS_ERRORS, loads_exit_result
 from tp_runner._workers._programs import pack_program
 from tp_runner._workers._setup import Setup, handle_records
 from tp_runner._workers._shared_memory import Block, SharedMemoryPool
@@ -40,7 +39,7 @@ from tp_runner._workers._start import (
     private_memory,
     spawn,
 )
-from tp_runner._workers._work import ENDING, IDLE
+from tp_runner._workers._work import ENDING, IDLE, Timing
 from tp_runner._workers._worker_process import Descriptors, WorkerProcess, die_with_parent, main
 from tp_runner.errors import WorkerError
 

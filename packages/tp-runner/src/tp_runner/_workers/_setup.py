@@ -16,7 +16,6 @@ from tp_core.launching import available_cores
 from tp_runner._options import Settings
 from tp_runner._workers._item import WorkerIdentity
 from tp_runner._workers._pickling import USERS_ERRORS, explain_not_picklable, short_repr
-from tp_runner.errors import NotPicklableError
 
 
 def handle_records(records: Iterable[logging.LogRecord]) -> None:
@@ -104,6 +103,8 @@ class Setup(NamedTuple):
         except USERS_ERRORS as error:  # all else in it is plain, or bytes
             collate = self.settings.batching and self.settings.batching.collate
             msg = f"{explain_not_picklable(collate, 'collate', error)}; it must travel to the workers"
+            from tp_runner.errors import NotPicklableError  # as in _pickling
+
             raise NotPicklableError(msg) from error
 
 

@@ -15,7 +15,7 @@ from tp_core.random import preserve_rng_state
 
 from tp_runner._options import Settings
 from tp_runner._workers._failure import END, INIT, Failure
-from tp_runner._workers._fleet import LONGEST_WAIT_S, Chunk, Died, Done, Event, Fleet, Ready, Timing
+from tp_runner._workers._fleet import LONGEST_WAIT_S, Chunk, Died, Done, Event, Fleet, Ready
 from tp_runner._workers._item import (
     WorkerIdentity,
     WorkerTask,
@@ -24,7 +24,7 @@ from tp_runner._workers._item import (
     worker_context,
 )
 from tp_runner._workers._setup import make_current
-from tp_runner._workers._work import end_work, run_chunk
+from tp_runner._workers._work import Timing, end_work, run_chunk
 
 _log = get_logger("tp_runner")
 

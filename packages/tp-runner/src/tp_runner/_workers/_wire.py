@@ -14,15 +14,18 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tp_core.ranks import dumps_by_value
 
 from tp_runner._workers._definitions import Definitions, SentDefinitions, find_definition, key_in_worker
 from tp_runner._workers._failure import RESULT, Failure, raised_by_signal_handler
-from tp_runner._workers._fleet import Chunk, Timing
 from tp_runner._workers._pickling import USERS_ERRORS, is_plain_memory, large_buffers_into, pack_results
 from tp_runner._workers._shared_memory import Block, MappedMemory, SharedMemoryPool, align
+from tp_runner._workers._work import Timing
+
+if TYPE_CHECKING:
+    from tp_runner._workers._fleet import Chunk
 
 # -- Messages ---------------------------------------------------------------------------------
 #
@@ -455,7 +458,7 @@ class Codec:
         self._tracks_definitions = False  # for what items refer to in the main module
         self.forget = self._definitions.forget
 
-    def encode(self, worker: int, chunk: Chunk) -> tuple[Block, bytes]:
+    def encode(self, worker: int, chunk: "Chunk") -> tuple[Block, bytes]:
         """Put a chunk's items into shared memory; set its ``nbytes``.
 
         Returns:

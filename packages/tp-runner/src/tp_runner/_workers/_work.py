@@ -15,9 +15,18 @@ from tp_core.errors import ConfigError
 from tp_runner._options import NOT_AWAITED, Batching, separate
 from tp_runner._workers._failure import Failure
 from tp_runner._workers._item import WorkerTask, seed_generators
-from tp_runner.errors import ItemError
 
 # -- Chunks of items --------------------------------------------------------------------------
+
+
+class Timing(NamedTuple):
+    """The times of a worker for a chunk, in seconds; ``began`` is by the monotonic clock."""
+
+    began: float = 0.0
+    waited_s: float = 0.0
+    worked_s: float = 0.0
+    sent_s: float = 0.0
+
 
 IDLE = -1
 """The first word of a worker's board when it works on no chunk."""
@@ -342,6 +351,8 @@ class StagesProgram:
 
 def _stage_work(stage: Stage, device: str) -> Callable[[Any], list[Any]]:
     """Return a function that makes the list of results of an item, or of a batch of items."""
+    from tp_runner.errors import ItemError  # other workers need none: its import takes as long as many
+
     function: Callable[[Any], Any] = stage.function
     if stage.init is not None:
         state = stage.init(device)

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 from tp_runner._workers import _start, _wire
 from tp_runner._workers._definitions import remember_program
 from tp_runner._workers._failure import END, INIT, ITEM, Failure
-from tp_runner._workers._fleet import Timing, dumps_exit_result
 from tp_runner._workers._heartbeats import FIRST_CANCELLED, WORDS, Heartbeats
 from tp_runner._workers._item import WorkerTask, become_worker, set_current_task
+from tp_runner._workers._pickling import dumps_exit_result
 from tp_runner._workers._programs import StoredProgram, load_program
 from tp_runner._workers._setup import Setup, keep_freed_memory, limit_torch, prepare_process, unpickling
 from tp_runner._workers._shared_memory import MappedMemory
 from tp_runner._workers._wire import ReplyWriter
-from tp_runner._workers._work import ENDING, IDLE, ClassProgram, end_work, run_chunk
+from tp_runner._workers._work import ENDING, IDLE, ClassProgram, Timing, end_work, run_chunk
 
 
 class Descriptors(NamedTuple):
