@@ -1,20 +1,27 @@
 """Mistakes that people make, as calls: each must end in an error that names what was given and what to do."""
 
+import asyncio
+from pathlib import Path
+
 import torch
+import tp_accelerate
 import tp_context
 import tp_data
 import tp_dp_gather
+import tp_lightning
 import tp_pipeline
 import tp_runner
 import tp_shard as ts
 import tp_trainer
 import tp_tuple
 import tp_verify
+import tp_verify.strategies
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tp_accelerate import Accelerator
 from tp_context import ContextOptions
 from tp_core import recursive_to, resolve_devices
+from tp_core.builders import load_function
 from tp_core.plugins import Backend, Callback, Verdict, registry
 from tp_launch import LaunchRequest, execute, launch
 from tp_lightning import Trainer as LightningTrainer
@@ -220,6 +227,41 @@ def samples(**options):
 
 def load(batch=4, **options):
     return tp_data.Loader(samples(), batch, **options)
+
+
+class British(tp_verify.Strategy):
+    """A strategy that overrides a method by another spelling."""
+
+    def parallelise(self, model):
+        return model
+
+
+def in_runner(use):
+    """Use a runner of the base class, which has no work of its own."""
+    with tp_runner.OrderedRunner(1, engine="inline") as runner:
+        return use(runner)
+
+
+def runner_with(**methods):
+    return type("Mine", (tp_runner.OrderedRunner,), methods)(1, engine="inline")
+
+
+async def gathered(stream):
+    return [result async for result in stream]
+
+
+def attend(**changed):
+    """Call an attention with one argument that is wrong."""
+    rows = torch.ones(1, 2, 5, 4)
+    return tp_context.attention(**{"query": rows, "key": rows, "value": rows} | changed)
+
+
+def accelerator(**options):
+    return Accelerator(cpu=True, **options)
+
+
+def lightning(**options):
+    return LightningTrainer(accelerator="cpu", enable_progress_bar=False, max_epochs=1, **options)
 
 
 def load_state_of_others():
@@ -1876,6 +1918,319 @@ MISTAKES = {
         lambda: tp_runner.Pipeline(engine="inline").map(3),
         "a stage takes a function of an item, got int: 3",
     ),
+    "runner: a truth as text": (
+        lambda: run(abs, [1], ordered="no"),
+        "ordered must be True or False, got 'no'",
+    ),
+    "runner: stages in no order": (
+        lambda: tp_runner.Pipeline(engine="inline", ordered="no"),
+        "ordered must be True or False, got 'no'",
+    ),
+    "runner: a timeline as text": (
+        lambda: run(abs, [1], timeline="yes"),
+        "timeline must be True or False, got 'yes'",
+    ),
+    "runner: a result by its number": (
+        lambda: tp_runner.map(abs, [1], engine="inline")[0],
+        "a stream has results one by one, and none at [0]; write list(stream)[0]",
+    ),
+    "runner: a plain loop over an asynchronous stream": (
+        lambda: list(in_runner(lambda runner: runner.astream([1]))),
+        "async for result in stream; for a plain loop take runner.stream(items)",
+    ),
+    "runner: an asynchronous loop over a plain stream": (
+        lambda: asyncio.run(gathered(tp_runner.map(abs, [1], engine="inline"))),
+        "for result in stream; for async for take runner.astream(items)",
+    ),
+    "runner: no work": (
+        lambda: in_runner(lambda runner: runner([1])),
+        "OrderedRunner does nothing with items and their results; write a class of it with producer_work",
+    ),
+    "runner: work with a typo": (
+        lambda: runner_with(producer_wrok=staticmethod(lambda device, cfg, data: data)),
+        "a runner never calls 'producer_wrok', a method of Mine; did you mean 'producer_work'?",
+    ),
+    "runner: work as a method": (
+        lambda: runner_with(producer_work=lambda self, device, data: data),
+        "does not take what a runner gives it; write @staticmethod, and def producer_work(device, cfg, data)",
+    ),
+    "runner: work without a configuration": (
+        lambda: runner_with(producer_work=staticmethod(lambda device, data: data)),
+        "Mine.producer_work(device, data) does not take what a runner gives it; write @staticmethod",
+    ),
+    "runner: a stream without its runner": (
+        lambda: list(tp_runner.OrderedRunner(1, engine="inline").stream([1])),
+        "this runner is closed; keep it in a variable as long as its streams are read",
+    ),
+    "tuple: a text for the parts": (
+        lambda: tp_tuple.cat("ab"),
+        "cat() takes a tuple or list with the tensor of each part, or one such tuple for each value, got str",
+    ),
+    "tuple: no parts": (lambda: tp_tuple.cat(()), "or one such tuple for each value, got tuple: ()"),
+    "tuple: one tensor for the parts": (
+        lambda: tp_tuple.cat(ROWS),
+        "with the tensor of each part, or one such tuple for each value, got Tensor",
+    ),
+    "tuple: a number for the function of parts": (
+        lambda: tp_tuple.tuple_fn(3),
+        "tuple_fn() takes a function of one part, got int: 3",
+    ),
+    "tuple: an adapter by number": (
+        lambda: tp_tuple.TupleOptions(adapter=3),
+        "TupleOptions(adapter=...) must be a name, such as 'auto', got 3",
+    ),
+    "tuple: a cost by number": (
+        lambda: tp_tuple.TupleOptions(cost=3),
+        "the option cost must be a function of an item, got 3",
+    ),
+    "tuple: an unknown argument": (
+        lambda: tp_tuple.tp_collate(2, weight=[1, 1]),
+        "tp_collate() has no argument 'weight'; did you mean 'weights'?",
+    ),
+    "dp-gather: a truth as text": (
+        lambda: tp_dp_gather.DataParallel(model(), TWO, sort_and_gather="no"),
+        "sort_and_gather must be True or False, got 'no'; give options by name",
+    ),
+    "dp-gather: samples that are not there": (
+        lambda: tp_dp_gather.scatter({"texts": ROWS}, TWO, samples="text"),
+        "samples names 'text', and no argument is called so, nor a key; did you mean 'texts'?",
+    ),
+    "dp-gather: names as a number": (
+        lambda: tp_dp_gather.GatherOptions(samples=3),
+        "samples must be a list of names, got 3",
+    ),
+    "context: an attention of a vector": (
+        lambda: attend(query=torch.ones(4)),
+        "attention's query must be (..., heads, tokens, features), got shape (4,)",
+    ),
+    "context: other features": (
+        lambda: attend(key=torch.ones(1, 2, 5, 3)),
+        "query and key must have as many features, their last dimension, got query (1, 2, 5, 4)",
+    ),
+    "context: values of other tokens": (
+        lambda: attend(value=torch.ones(1, 2, 6, 4)),
+        "key and value must have as many tokens, their dimension -2, got query (1, 2, 5, 4)",
+    ),
+    "context: fewer heads of keys": (
+        lambda: attend(query=torch.ones(1, 4, 5, 4)),
+        "where several heads of query share one of key, write enable_gqa=True",
+    ),
+    "context: heads that are no multiple": (
+        lambda: attend(query=torch.ones(1, 3, 5, 4), enable_gqa=True),
+        "with enable_gqa=True the heads of query must be a multiple of those of key",
+    ),
+    "context: other types": (
+        lambda: attend(key=torch.ones(1, 2, 5, 4).double()),
+        "must have one dtype, got query torch.float32, key torch.float64, value torch.float32; write key.to",
+    ),
+    "context: other devices": (
+        lambda: attend(key=torch.ones(1, 2, 5, 4, device="meta")),
+        "must have one device, got query cpu, key meta, value cpu; write key.to(query.device)",
+    ),
+    "context: whole numbers": (
+        lambda: tp_context.attention(*torch.ones(3, 1, 2, 5, 4).long()),
+        "attention needs floating-point tensors, got torch.int64; write query.float()",
+    ),
+    "context: no keys": (
+        lambda: attend(key=None),
+        "attention's key must be a tensor (..., heads, tokens, features), got None",
+    ),
+    "context: a mask of another shape": (
+        lambda: attend(attn_mask=torch.ones(3, 3).bool()),
+        "attn_mask must fit the scores, (..., queries, keys) = (1, 2, 5, 5), got shape (3, 3)",
+    ),
+    "context: a mask of numbers": (
+        lambda: attend(attn_mask=torch.ones(5, 5).long()),
+        "attn_mask must be boolean, or floating-point and added, got torch.int64; write mask.bool()",
+    ),
+    "context: a mask as a list": (
+        lambda: attend(attn_mask=[[True]]),
+        "attention's attn_mask must be a tensor, got list; write torch.tensor(mask)",
+    ),
+    "context: dropout as text": (
+        lambda: attend(dropout_p="0.1"),
+        "attention's dropout_p must be a probability from 0 to 1, got '0.1'",
+    ),
+    "context: a truth as text": (
+        lambda: attend(is_causal="no"),
+        "attention's is_causal must be True or False, got 'no'",
+    ),
+    "context: positions of nothing": (
+        tp_context.positions,
+        "missing a required argument: 'tokens'; write positions(tokens.size(1))",
+    ),
+    "pipeline: cuts as a number": (
+        lambda: tp_pipeline.PipelineOptions(cuts=3),
+        "PipelineOptions(cuts=...) must be a list of the names of modules, got 3",
+    ),
+    "shard: a plan by the name of a family": (
+        lambda: ts.plans.llama(model()),
+        "has no attribute 'llama'; a plan is made from the model: write plans.auto(model, batch)",
+    ),
+    "shard: a truth as text": (
+        lambda: ts.Column(gather_output="no"),
+        "Column(gather_output=...) must be True or False, got 'no'",
+    ),
+    "shard: a style with a typo": (
+        lambda: ts.Vocab(gather=True),
+        "Vocab() has no argument 'gather'; did you mean 'gather_output'?",
+    ),
+    "shard: a size as text": (
+        lambda: ts.nn.ParallelLinear("3", 4, dim=-1),
+        "ParallelLinear(in_features=...) must be a number, got '3'",
+    ),
+    "shard: a number for the folder": (
+        lambda: ts.save_sharded(layers(), 3),
+        "save_sharded(path=...) must be a path, got int: 3",
+    ),
+    "shard: an option of load_state_dict": (
+        lambda: ts.load_sharded(layers(), "nowhere", strict=False),
+        "load_sharded() has no argument 'strict'",
+    ),
+    "verify: parts for whole batches": (
+        lambda: verify(batches=[tp_tuple.default_collate(2)([DATA[0], DATA[1]])]),
+        "a batch is in parts, one for each device, as tp_tuple's collate functions return them, and whole",
+    ),
+    "verify: a truth as text": (
+        lambda: verify(vary="no"),
+        "verify(vary=...) must be True or False, got 'no'",
+    ),
+    "verify: a type of whole numbers": (
+        lambda: verify(dtype=torch.int64),
+        "dtype is one of torch's, as torch.bfloat16, or None for the model's own, got torch.int64",
+    ),
+    "verify: a strategy with a typo": (
+        lambda: verify(parallel=British()),
+        "override it, or give a function in its place; it has parallelise(), which nobody calls",
+    ),
+    "verify: a strategy by another name": (
+        lambda: tp_verify.strategies.FSDP,
+        "has no attribute 'FSDP'; it has: DDP, Accelerate, DeepSpeed, FullyShard",
+    ),
+    "data: a loader's batch by number": (
+        lambda: load()[0],
+        "a Loader has batches one after the other, and none at [0]",
+    ),
+    "data: a loop over a stream": (
+        lambda: list(samples()),
+        "a Stream is read in batches: write for batch in Loader(stream, 32)",
+    ),
+    "data: a stream in torch's loader": (
+        lambda: list(DataLoader(samples(), batch_size=2)),
+        "write for batch in Loader(stream, 32), also in place of torch's DataLoader",
+    ),
+    "data: a stream of a stream": (
+        lambda: tp_data.Stream(samples()),
+        "a source has samples, and a Stream is made of sources; give them in a dict, by name",
+    ),
+    "data: a truth as text": (
+        lambda: samples(repeat="no"),
+        "Stream(repeat=...) must be True or False, got 'no'",
+    ),
+    "data: pinned memory as text": (
+        lambda: load(pin_memory="no"),
+        "Loader(pin_memory=...) must be True or False, got 'no'",
+    ),
+    "data: a shuffle with a typo": (
+        lambda: tp_data.Shuffle(buffers=3),
+        "Shuffle() has no argument 'buffers'; did you mean 'buffer'?",
+    ),
+    "data: attempts as text": (
+        lambda: tp_data.Access(attempts="3"),
+        "Access(attempts=...) must be a number, got '3'",
+    ),
+    "data: columns by another name": (
+        lambda: tp_data.Parquet("x.parquet", column=["a"]),
+        "Parquet() has no argument 'column'; did you mean 'columns'?",
+    ),
+    "accelerate: steps as text": (
+        lambda: accelerator(gradient_accumulation_steps="4"),
+        "gradient_accumulation_steps must be a whole number from 1, got '4'",
+    ),
+    "accelerate: a truth as text": (
+        lambda: accelerator(split_batches="no"),
+        "Accelerator(split_batches=...) must be True or False, got 'no'",
+    ),
+    "accelerate: a logger with a typo": (
+        lambda: accelerator(log_with="wandbb"),
+        "log_with has 'wandbb', and tp has no logger of that name; did you mean 'wandb'?",
+    ),
+    "accelerate: numbers before the trackers": (
+        lambda: accelerator(log_with="csv").log({"loss": 1.0}),
+        "log() would write nothing; write accelerator.init_trackers(name) first",
+    ),
+    "accelerate: nothing to prepare": (
+        lambda: accelerator().prepare(),
+        "prepare() takes models, optimizers, loaders and schedulers, got nothing",
+    ),
+    "accelerate: a class to prepare": (
+        lambda: accelerator().prepare(nn.Linear),
+        "got the class Linear; make an object of it: Linear(...)",
+    ),
+    "accelerate: a text to prepare": (
+        lambda: accelerator().prepare("model"),
+        "and schedulers, got the text 'model'",
+    ),
+    "accelerate: backward before prepare": (
+        lambda: accelerator().backward(step(model(), DATA[:])),
+        "backward() comes before prepare(), and so no gradient would reach other processes; write",
+    ),
+    "accelerate: a model to clip": (
+        lambda: accelerator().clip_grad_norm_(model(), 1.0),
+        "got a model; write clip_grad_norm_(model.parameters(), 1.0)",
+    ),
+    "accelerate: a number for the folder": (
+        lambda: accelerator().save_state(3),
+        "save_state(output_dir) must be the path of a folder, got 3",
+    ),
+    "accelerate: a text to gather": (
+        lambda: accelerator().gather("x"),
+        "gather() takes tensors, alone or in containers, got str: 'x'; for others write gather_for_metrics",
+    ),
+    "accelerate: its launcher of notebooks": (
+        lambda: tp_accelerate.notebook_launcher,
+        "has no attribute 'notebook_launcher'; write from tp_launch import launch, and launch(function, 2)",
+    ),
+    "lightning: its module in tp": (
+        lambda: tp_lightning.LightningModule,
+        "has no attribute 'LightningModule'; write from lightning import LightningModule",
+    ),
+    "lightning: a class for the module": (
+        lambda: lightning().fit(OwnSteps, loader()),
+        "the first argument is a LightningModule, got type: OwnSteps; make an object of it: OwnSteps(...)",
+    ),
+    "lightning: a class for a callback": (
+        lambda: lightning(callbacks=[callbacks.EarlyStopping]),
+        "make one: EarlyStopping(...)",
+    ),
+    "lightning: a truth as text": (
+        lambda: lightning().validate(OwnSteps(), loader(), verbose="no"),
+        "validate(verbose=...) must be True or False, got 'no'",
+    ),
+    "a truth as text": (
+        lambda: DdpOptions(find_unused_parameters="no"),
+        "DdpOptions(find_unused_parameters=...) must be True or False, got 'no'",
+    ),
+    "a truth as text, where tensors are moved": (
+        lambda: recursive_to(ROWS, "cpu", non_blocking="no"),
+        "non_blocking must be True or False, got 'no'",
+    ),
+    "the least improvement as text": (
+        lambda: callbacks.EarlyStopping(min_delta="0.1"),
+        "EarlyStopping(min_delta=...) must be a number, got '0.1'",
+    ),
+    "launch: settings for the script": (
+        lambda: requested(script=str(Path(__file__).parents[2] / "pyproject.toml")),
+        "is no Python program, as its ending '.toml' says",
+    ),
+    "launch: a file for a module": (
+        lambda: requested(script=__file__, module=True),
+        "is a file, and -m takes the name of a module; leave -m out to run the file",
+    ),
+    "a loader for its function": (
+        lambda: load_function(f"{__file__}:DATA"),
+        "is a TensorDataset, and no function; write a function that returns it: def build(): return DATA",
+    ),
     "runner: settings in a list": (
         lambda: tp_runner.OrderedRunner(cfg=[1], engine="inline"),
         "cfg must be a mapping, a namespace, a dataclass or None, got list: [1]; wrap it: cfg={'value': ...}",
@@ -1940,6 +2295,14 @@ def binary(net, batch):
 
 # Each: the call, and words of the note that an error of torch or Python then has.
 EXPLAINED = {
+    "values of several lengths": (
+        lambda: tp_tuple.tuplewise([(1, 2), (1,)])[1],
+        "tuplewise() asks each of its 2 items for [1], and number 1, a tuple of 1, has none; give items that",
+    ),
+    "a batch for the list of them": (
+        lambda: verify(batches=[((ROWS, ROWS), ROWS)]),
+        "batches is a list of whole ones, as batches=[(inputs, targets)]",
+    ),
     "arrays of numpy": (
         lambda: fit(step=step, train_loader=batches((ROWS[0], 1.0), numpy_of)),
         "the batch has numpy arrays, as the loader's collate_fn returned them; return tensors there",

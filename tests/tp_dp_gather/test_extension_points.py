@@ -249,12 +249,23 @@ def test_zero_grad_inside_of_forward_warns_and_clears_nothing(copies):
         ({"batch_outputs": False}, "pass gather_to_one_device=False"),
         ({"nonsense": 1}, r"DataParallel does not have the option nonsense=1 \(unknown\)"),
         ({"except_keyword": ["a"]}, r"\(unknown; did you mean 'except_keywords'\?\)"),
-        ({"gather_to_one_device": []}, "must be True or False, got \\[\\] and False"),
+        ({"gather_to_one_device": []}, "gather_to_one_device must be True or False, got \\[\\]"),
     ],
 )
 def test_options_of_other_wrappers_are_refused_with_what_to_say_instead(options, message):
     with pytest.raises(ConfigError, match=message):
         DataParallel(nn.Identity(), D, **options)
+
+
+@pytest.mark.parametrize("option", ["samples", "broadcast"])
+def test_a_name_that_no_argument_has_is_warned_of_once(option):
+    wrapped = DataParallel(nn.Linear(2, 2), D, **{option: ("inputs",)})
+    with pytest.warns(match=f"{option} names 'inputs', and no argument is called so, nor .* 'input'"):
+        wrapped(X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrapped(X)
+        DataParallel(nn.Linear(2, 2), D, **{option: "input"})(X)  # a parameter, also where it is not named
 
 
 def test_options_of_other_wrappers_that_say_nothing_are_taken():

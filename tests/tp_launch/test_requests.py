@@ -1,12 +1,14 @@
 """What cannot work is refused before anything starts."""
 
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import typer
 from tp_core.errors import ConfigError
+from tp_launch import execute
 from tp_launch._command import launch_app
 from tp_launch._launch_plan import (  # what a host would do that has other addresses, or no network
     Endpoint,
@@ -153,6 +155,28 @@ def test_addresses_of_this_machine():
 def test_endpoints_are_read(text, endpoint):
     assert parse_endpoint(text) == endpoint
     assert parse_endpoint(str(endpoint)) == endpoint
+
+
+def test_an_option_of_the_script_before_it_is_answered_with_its_place():
+    words = ["--epochs", "2", "train.py"]
+    with pytest.raises(Exception, match="--epochs") as caught:  # newer typers have a click of their own
+        typer.main.get_command(launch_app()).main(words, standalone_mode=False)
+    assert "a script's own options follow it" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "message"),
+    [
+        ("train.ipynb", False, r"or call tp_launch.launch\(function, 2\) in the notebook"),
+        ("train.sh", False, "is no Python program, as its ending '.sh' says"),
+        ("train.py", True, "is a file, and -m takes the name of a module; leave -m out"),
+    ],
+)
+def test_what_is_no_script_is_refused(tmp_path, monkeypatch, name, module, message):
+    monkeypatch.chdir(tmp_path)
+    Path(name).touch()
+    with pytest.raises(ConfigError, match=message):
+        execute(LaunchRequest(script=name, module=module))
 
 
 @pytest.mark.parametrize(

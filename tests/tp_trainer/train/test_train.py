@@ -171,6 +171,7 @@ def test_parameters_without_a_keyword_are_passed_by_position(capsys):
         (["nowhere.py:main"], "there is no file 'nowhere.py'"),
         (["nowhere:main"], "there is no module 'nowhere'"),
         (["values_script.py:mian"], "has no function 'mian'"),
+        (["values_script.py:__name__"], "'__name__' in values_script.py is a str, and no function"),
         (["values_script.py:main"], "required: width"),
         (["values_script.py:main", "--widht", "3"], "unrecognized arguments: --widht 3"),
         (["values_script.py:main", "--width", "x"], "--width: expected int, got x; "),

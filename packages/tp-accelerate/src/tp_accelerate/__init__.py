@@ -21,4 +21,5 @@ else:
             "tp_accelerate._accelerator": ["Accelerator"],
             "tp_accelerate._states": ["set_seed"],
         },
+        answers="tp_accelerate._arguments",
     )

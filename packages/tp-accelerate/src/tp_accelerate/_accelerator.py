@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from tp_core import LaunchEnvironment, tree_leaves, tree_map
+from tp_core.arguments import explain_arguments, explain_init
 from tp_core.errors import ConfigError, StateError
 from tp_core.output import get_logger
 from tp_core.random import capture_rng_state, restore_rng_state
@@ -35,6 +36,8 @@ from tp_trainer import Trainer
 
 from tp_accelerate._arguments import (
     ELSEWHERE,
+    check_prepared,
+    check_steps,
     ddp_options,
     first_device,
     refuse_argument,
@@ -48,6 +51,7 @@ from tp_accelerate._trackers import Trackers
 log = get_logger("tp_accelerate")
 
 
+@explain_init
 class Accelerator:
     """Runs the training loop of an Accelerate script on one device, or on one process per device.
 
@@ -101,6 +105,7 @@ class Accelerator:
         if not device_placement:
             msg = "device_placement=False is not here: write your own loop with trainer.session"
             raise ConfigError(msg)
+        check_steps(gradient_accumulation_steps)
         config = dataloader_config
         if getattr(config, "dispatch_batches", None):
             msg = (
@@ -286,6 +291,7 @@ class Accelerator:
         if is_first:
             self._session.barrier()
 
+    @explain_arguments("split_between_processes(inputs)")
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """Yield this process's share of a list, a tensor, or a dict of them.
@@ -328,6 +334,7 @@ class Accelerator:
             *objects: The objects, in any order.
             device_placement: Without effect: all that is prepared is placed.
         """
+        check_prepared(objects)
         # The order of the data follows from set_seed(), which a script may have called after it made this.
         seed = self._session.broadcast(torch.initial_seed(), where="a seed")
         self._session.job = replace(self._session.job, seed=seed)
@@ -407,6 +414,7 @@ class Accelerator:
             # A bound method: torch's schedulers look into the one that they wrap.
             setattr(optimizer, name, types.MethodType(guarded, optimizer))
 
+    @explain_arguments("unwrap_model(model)")
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, **_: Any) -> nn.Module:
         """Return the plain module of a prepared model."""
         plain = self._session.unwrap(model)
@@ -453,13 +461,26 @@ class Accelerator:
         yield
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Add the gradients of a loss, divided by the number of batches in an optimizer step."""
+        """Add the gradients of a loss, divided by the number of batches in an optimizer step.
+
+        Raises:
+            ConfigError: Nothing was prepared: on several processes each would train for itself.
+        """
+        if not self._models and not self._optimizers:
+            msg = (
+                "backward() comes before prepare(), and so no gradient would reach other processes; write "
+                "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
+            )
+            raise ConfigError(msg)
         self._trainer.backward(loss / self.gradient_accumulation_steps, **options)
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
     ) -> Tensor:
         """Scale the gradients to a norm of at most ``max_norm``; return the norm before."""
+        if isinstance(parameters, nn.Module):
+            msg = "clip_grad_norm_() got a model; write clip_grad_norm_(model.parameters(), 1.0)"
+            raise ConfigError(msg)
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
@@ -481,8 +502,16 @@ class Accelerator:
 
     def gather(self, tensor: Any) -> Any:
         """Return tensors, alone or in containers, with the rows of all processes."""
+        for leaf in tree_leaves(tensor):
+            if not isinstance(leaf, Tensor):
+                msg = (
+                    f"gather() takes tensors, alone or in containers, got {type(leaf).__name__}: "
+                    f"{leaf!r:.60}; for others write gather_for_metrics(objects, use_gather_object=True)"
+                )
+                raise ConfigError(msg)
         return tree_map(lambda t: self._session.gather(t.reshape(1) if t.dim() == 0 else t.detach()), tensor)
 
+    @explain_arguments("gather_for_metrics((predictions, targets))")
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return the rows of all processes, each sample once; of other objects a list of all."""
         tensors = all(isinstance(leaf, Tensor) for leaf in tree_leaves(input_data))
@@ -499,6 +528,7 @@ class Accelerator:
             return tree_map(lambda t: t * scale, tensor)
         return tree_map(lambda t: self._session.reduce(t, reduction) * scale, tensor)  # type: ignore[arg-type]  # checked
 
+    @explain_arguments("pad_across_processes(tensor, dim=1)")
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Any:
@@ -536,6 +566,7 @@ class Accelerator:
 
     # -- files --------------------------------------------------------------------------------------
 
+    @explain_arguments("save(obj, path)")
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write an object by ``torch.save`` on rank 0; a crash leaves the old file unchanged."""
         if safe_serialization:
@@ -544,10 +575,12 @@ class Accelerator:
         if self.is_main_process:
             write(obj, Path(f))
 
+    @explain_arguments("get_state_dict(model)")
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:  # noqa: ARG002 - always plain
         """Return the state of a prepared model, with the plain module's names."""
         return self._session.model_state(model)
 
+    @explain_arguments("save_model(model, folder)")
     def save_model(
         self,
         model: nn.Module,
@@ -580,6 +613,7 @@ class Accelerator:
                 raise ConfigError(msg)
             self._objects.append(value)
 
+    @explain_arguments("save_state(folder)")
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **_: Any) -> str:  # noqa: ARG002
         """Write all that was prepared or registered into one file of a folder; a crash leaves the old one.
 
@@ -689,6 +723,7 @@ class Accelerator:
         """Pass numbers to the trackers; on rank 0."""
         self._trackers.log(values, step)
 
+    @explain_arguments("get_tracker(name)")
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:  # noqa: ARG002
         """Return the tracker of a name, on rank 0; elsewhere, or if there is none, one that does nothing.
 

@@ -1,7 +1,7 @@
 """Accelerate's arguments in tp's terms; what is not here is refused, with what to write instead."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from tp_core import available_devices
@@ -35,6 +35,16 @@ ELSEWHERE = {
 }
 
 
+# Names of Accelerate that are not here, and what to write instead.
+NAMES = {
+    "DistributedDataParallelKwargs": "from accelerate import DistributedDataParallelKwargs",
+    "init_empty_weights": "trainer.build(lambda: Model(config))",
+    "load_checkpoint_and_dispatch": "trainer.load_model(model, path)",
+    "notebook_launcher": "from tp_launch import launch, and launch(function, 2)",
+    "utils": "from tp_accelerate import set_seed, or Accelerate's own: from accelerate import utils",
+}
+
+
 def refuse_argument(name: str, known: Iterable[str]) -> NoReturn:
     """Raise the error for an argument of Accelerate, or of nobody, that is not here."""
     if name in ELSEWHERE:
@@ -48,6 +58,28 @@ def refuse_argument(name: str, known: Iterable[str]) -> NoReturn:
         hint += ", ".join(known)
     msg = f"this Accelerator has no argument {name!r}{hint}"
     raise ConfigError(msg)
+
+
+def check_steps(steps: object) -> None:
+    """Check the number of batches of an optimizer step."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        msg = f"gradient_accumulation_steps must be a whole number from 1, got {steps!r:.80}"
+        raise ConfigError(msg)
+
+
+def check_prepared(values: Sequence[object]) -> None:
+    """Check that there is something to prepare, and no class or text in it; other objects may be anything."""
+    wanted = "prepare() takes models, optimizers, loaders and schedulers"
+    if not values:
+        msg = f"{wanted}, got nothing"
+        raise ConfigError(msg)
+    for value in values:
+        if isinstance(value, type):
+            msg = f"{wanted}, got the class {value.__name__}; make an object of it: {value.__name__}(...)"
+            raise ConfigError(msg)
+        if isinstance(value, str):
+            msg = f"{wanted}, got the text {value!r:.80}"
+            raise ConfigError(msg)
 
 
 def closest_name(given: str, known: Iterable[str]) -> str | None:

@@ -1,11 +1,13 @@
 """What ``save_state`` writes, and where; random numbers, which are a part of it."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from tp_core import LaunchEnvironment, recursive_to
+from tp_core.arguments import explain_arguments
 from tp_core.errors import ConfigError
 from tp_core.files import atomic_part
 from tp_core.random import seed_everything
@@ -13,6 +15,7 @@ from tp_core.random import seed_everything
 STATE_FILE = "state.pt"
 
 
+@explain_arguments("set_seed(0)")
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed Python, numpy (if it is loaded) and torch.
 
@@ -64,10 +67,13 @@ def require_folder(folder: Any, what: str) -> Path:
     """Return a folder that was given.
 
     Raises:
-        ConfigError: None was.
+        ConfigError: None was, or something else than a path.
     """
     if folder is None:
         msg = f"{what} is missing: give a folder, or a project_config with automatic_checkpoint_naming=True"
+        raise ConfigError(msg)
+    if not isinstance(folder, str | os.PathLike):
+        msg = f"{what} must be the path of a folder, got {folder!r:.80}"
         raise ConfigError(msg)
     return Path(folder)
 

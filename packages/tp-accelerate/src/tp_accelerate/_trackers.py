@@ -29,6 +29,9 @@ class Trackers:
         self._folder = folder
         self._is_main = is_main
         self._open: list[Any] = []
+        self._is_begun = False  # whether `init_trackers` was called
+        if self._wanted:
+            self._factories()
 
     def open(self, project_name: str, config: Mapping[str, Any]) -> None:
         """Open all of them on rank 0.
@@ -36,16 +39,8 @@ class Trackers:
         Raises:
             ConfigError: tp has no logger of a name.
         """
-        factories = {contribution.item.name: contribution.item for contribution in registry.loggers()}
-        for wanted in self._wanted:
-            name = str(getattr(wanted, "value", wanted))
-            if not _is_tracker(wanted) and name not in factories:
-                meant = closest_name(name, factories)
-                hint = f"those there are: {', '.join(sorted(factories))}"
-                if meant:
-                    hint = f"did you mean {meant!r}?"
-                msg = f"log_with has {name!r}, and tp has no logger of that name; {hint}"
-                raise ConfigError(msg)
+        factories = self._factories()
+        self._is_begun = True
         if not self._is_main:
             return
         if self._folder is None:
@@ -62,8 +57,31 @@ class Trackers:
                 logger.open(info)
                 self._open.append(logger)
 
+    def _factories(self) -> dict[str, Any]:
+        """Return tp's loggers by name, all that are wanted among them."""
+        factories = {contribution.item.name: contribution.item for contribution in registry.loggers()}
+        for wanted in self._wanted:
+            name = str(getattr(wanted, "value", wanted))
+            if not _is_tracker(wanted) and name not in factories:
+                meant = closest_name(name, factories)
+                hint = f"those there are: {', '.join(sorted(factories))}"
+                if meant:
+                    hint = f"did you mean {meant!r}?"
+                msg = f"log_with has {name!r}, and tp has no logger of that name; {hint}"
+                raise ConfigError(msg)
+        return factories
+
     def log(self, values: Mapping[str, Any], step: int | None) -> None:
-        """Pass numbers to all that are open."""
+        """Pass numbers to all that are open.
+
+        Raises:
+            ConfigError: ``log_with`` names some, and none was opened.
+        """
+        if self._wanted and not self._is_begun:
+            msg = (
+                "log() would write nothing; write accelerator.init_trackers(name) first, which opens log_with"
+            )
+            raise ConfigError(msg)
         for tracker in self._open:
             if isinstance(tracker, Logger):
                 numbers = {name: float(value) for name, value in values.items()}

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from tp_core.errors import StepError
 
 from tp_context._algorithms import attend
-from tp_context._attention_inputs import Inputs, Rules
+from tp_context._attention_inputs import Inputs, Masking, Rules, misfit
 from tp_context._kernels import plain_attention
 from tp_context._slices import Cut
 from tp_context._split_state import split_states
@@ -42,7 +42,8 @@ def attention(
 
     Raises:
         StepError: The mask has another shape, for example one that was made for this rank's tokens alone; or
-            the algorithm that the option ``attention`` names cannot do it.
+            the algorithm that the option ``attention`` names cannot do it; or tensors of other shapes, types
+            or devices do not fit each other.
 
     Collectives: those of the algorithm: all-gathers of keys and values in forward, their sums in backward; or
     all-to-alls; or sends to the next rank.
@@ -52,6 +53,23 @@ def attention(
         >>> attention(q, k, v, is_causal=True).shape
         torch.Size([1, 2, 5, 4])
     """
+    try:
+        return _attention(query, key, value, Masking(attn_mask, dropout_p, is_causal), scale, enable_gqa)
+    except (RuntimeError, TypeError, IndexError, AttributeError) as error:
+        # Only now: a model calls it for each layer, and torch checks most of it, in words of its own.
+        problem = misfit(query, key, value, Masking(attn_mask, dropout_p, is_causal), enable_gqa)
+        if problem is None or isinstance(error, StepError):
+            raise
+        raise StepError(problem) from error
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, masking: Masking, scale: float | None, enable_gqa: bool
+) -> Tensor:
+    attn_mask, dropout_p, is_causal = masking
+    if key.size(-2) != value.size(-2):  # torch would take values of other tokens
+        msg = misfit(query, key, value, masking, enable_gqa) or "key and value have other tokens"
+        raise StepError(msg)
     cuts = split_states.current.cuts
     keys = split_states.slice_of(key.size(-2))
     if cuts is None or keys is None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from tp_core.arguments import explain_arguments
 from tp_core.errors import StepError
 
 from tp_context._slices import Cut, Cuts
@@ -91,6 +92,7 @@ class SplitStates:
 split_states = SplitStates()
 
 
+@explain_arguments("gather(slices)")
 def gather(slices: Tensor, dim: int = 1) -> Tensor:
     """Return whole sequences from each rank's slices, in a step that the backend ``context`` runs.
 
@@ -130,6 +132,7 @@ def gather(slices: Tensor, dim: int = 1) -> Tensor:
     return cut.gather(slices, dim)
 
 
+@explain_arguments("positions(tokens.size(1))")
 def positions(tokens: int, *, device: torch.device | str | None = None) -> Tensor:
     """Return the positions in the whole sequence of the tokens that this rank has.
 

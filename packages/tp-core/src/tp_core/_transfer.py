@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tp_core._devices import as_device
 from tp_core._trees import PerType, containers, tree_leaves, tree_map
 from tp_core.device_types import MOVE_METHOD, uses_pinned_memory
-from tp_core.errors import TransferError
+from tp_core.errors import ConfigError, TransferError
 
 T = TypeVar("T")
 
@@ -72,7 +72,14 @@ def device_of(obj: Any) -> torch.device:
 
 @lru_cache(maxsize=64, typed=True)  # typed: True is not an index, though it equals 1
 def _leaf(device: torch.device | str | int, non_blocking: bool) -> Callable[[Any], Any]:
-    """Return a function that moves one leaf; cached, as a loop needs the same one for every batch."""
+    """Return a function that moves one leaf; cached, as a loop needs the same one for every batch.
+
+    Raises:
+        ConfigError: ``non_blocking`` is no truth; a text such as "no" would count as true.
+    """
+    if not isinstance(non_blocking, bool | int):
+        msg = f"non_blocking must be True or False, got {non_blocking!r:.80}"
+        raise ConfigError(msg)
     target = as_device(device)
     # The host would read a copy to the CPU before it has arrived: torch makes those from an accelerator into
     # page-locked memory, and returns at once.

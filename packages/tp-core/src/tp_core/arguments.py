@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from typing import NamedTuple, ParamSpec, TypeVar
@@ -17,6 +18,8 @@ T = TypeVar("T")
 
 # The methods and classes that explain their arguments, by what a call of them looks like.
 _explained: dict[str, inspect.Signature] = {}
+_packages: dict[str, str] = {}
+"""The packages that they belong to."""
 
 
 def explain_init(kind: type[R], *, instead: Mapping[str, str] | None = None) -> type[R]:
@@ -34,6 +37,10 @@ def explain_arguments(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator for a method, which answers arguments that it does not have.
 
+    It also refuses another value than a truth for an argument that is annotated as ``bool``: a text such as
+    "no" would count as true. Where the method raises a ``TypeError``, a text in place of a number, or another
+    object in place of a path, is the cause that is given.
+
     Args:
         call: The call as the documents write it, such as "fit(model, optimizer, loader, step=step)".
         instead: For names of other libraries what to write here.
@@ -45,25 +52,75 @@ def explain_arguments(
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
         signature = _explained[call] = inspect.signature(method)
+        _packages[call] = method.__module__.partition(".")[0]
+        truths = _truths_of(signature)
 
         @wraps(method)
         def explained(*args: P.args, **kwargs: P.kwargs) -> R:
+            for place, name in truths:
+                value = kwargs.get(name, False)
+                if place < len(args):
+                    value = args[place]
+                if value is not True and value is not False:
+                    _check_truth(call, name, value)
             try:
                 return method(*args, **kwargs)
-            except TypeError:
+            except TypeError as error:
                 # Only now: to bind the arguments of each call takes longer than many a method.
                 problem = _misfit(signature, args, kwargs)
                 if problem is None:
-                    raise
+                    cause = _mistyped(signature, args, kwargs)
+                    if cause is None:
+                        raise
+                    msg = f"{call.partition('(')[0]}({cause}"
+                    raise ConfigError(msg) from error
             if recognize is None:
                 advice = None
             else:
                 advice = recognize(*args, **kwargs)
-            raise ConfigError(advice or _answer(call, kwargs, problem, words))
+            raise ConfigError(advice or _answer(call, signature, kwargs, problem, words))
 
         return explained
 
     return decorate
+
+
+def _truths_of(signature: inspect.Signature) -> tuple[tuple[float, str], ...]:
+    """Return the place and the name of each parameter that is annotated as ``bool``."""
+    truths: list[tuple[float, str]] = []
+    for place, parameter in enumerate(signature.parameters.values()):
+        if parameter.annotation not in (bool, "bool"):
+            continue
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            truths.append((place, parameter.name))
+        elif parameter.kind is parameter.KEYWORD_ONLY:
+            truths.append((math.inf, parameter.name))
+    return tuple(truths)
+
+
+def _check_truth(call: str, name: str, value: object) -> None:
+    """Check a value that is neither ``True`` nor ``False``: 0 and 1 will do, and so will numpy's truths."""
+    if isinstance(value, int) or type(value).__name__ == "bool":
+        return
+    msg = f"{call.partition('(')[0]}({name}=...) must be True or False, got {value!r:.80}"
+    raise ConfigError(msg)
+
+
+_NUMBERS = (int, float, int | None, float | None)
+_PATHS = (str | os.PathLike[str], str | os.PathLike[str] | None)
+
+
+def _mistyped(
+    signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]
+) -> str | None:
+    """Return what is wrong with a text in place of a number, or another object in place of a path."""
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        annotation = signature.parameters[name].annotation
+        if isinstance(value, str) and annotation in _NUMBERS:
+            return f"{name}=...) must be a number, got {value!r:.80}"
+        if annotation in _PATHS and value is not None and not isinstance(value, str | os.PathLike):
+            return f"{name}=...) must be a path, got {type(value).__name__}: {value!r:.80}"
+    return None
 
 
 def _misfit(signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
@@ -82,9 +139,15 @@ class _Answers(NamedTuple):
     by_value: Mapping[str, Mapping[str, str]]
 
 
-def _answer(call: str, arguments: Mapping[str, object], reason: str, answers: _Answers) -> str:
+def _answer(
+    call: str,
+    signature: inspect.Signature,
+    arguments: Mapping[str, object],
+    reason: str,
+    answers: _Answers,
+) -> str:
     instead = answers.instead
-    own = [name for name in _explained[call].parameters if name != "self"]
+    own = [name for name in signature.parameters if name not in ("self", "cls")]
     name = next((name for name in arguments if name not in own), None)
     method = call.partition("(")[0]
     if name is None:
@@ -97,7 +160,12 @@ def _answer(call: str, arguments: Mapping[str, object], reason: str, answers: _A
     begun = next((own_name for own_name in own if own_name.startswith(name)), None)
     if begun is not None:
         return f"{method}() has no argument {name!r}; did you mean {begun!r}? It has: {', '.join(own)}"
-    owners = [other for other, known in _explained.items() if name in known.parameters]
+    # Settings are objects that are given to others; a function of another package is no answer.
+    owners = [
+        other
+        for other, known in _explained.items()
+        if name in known.parameters and (other.endswith("(...)") or _packages[other] == _packages[call])
+    ]
     owners.sort(key=lambda other: other.endswith("(...)"))  # settings after methods
     if owners:
         return f"{method}() has no argument {name!r}, which belongs to {owners[0].partition('(')[0]}()"

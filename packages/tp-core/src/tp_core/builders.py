@@ -30,6 +30,13 @@ def load_function(name: str, *, example: str = "build") -> Callable[..., Any]:
     module = _module(place)
     builder = getattr(module, function, None)
     if not callable(builder):
+        if hasattr(module, function):
+            kind = type(builder).__name__
+            msg = (
+                f"{function!r} in {place} is a {kind}, and no function; write a function that returns it: "
+                f"def {example}(): return {function}"
+            )
+            raise ConfigError(msg)
         own = [name for name, value in vars(module).items() if callable(value)]
         msg = f"{place} has no function {function!r}{did_you_mean(function, own)}"
         raise ConfigError(msg)

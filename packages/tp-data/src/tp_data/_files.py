@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from tp_core.arguments import explain_init
 from tp_core.errors import ConfigError, LoaderError
 from tp_core.files import is_absence, is_regular_file, retry_read, write_atomically
 from tp_core.launching import available_cores
@@ -55,6 +56,7 @@ _open: dict[tuple[str, str], int] = {}  # descriptors, the oldest first
 _TAGS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "created", "md5")
 
 
+@explain_init
 @dataclass(frozen=True, slots=True)
 class Access:
     """How remote files are read, and where copies and indexes are kept.

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import chain, count, islice
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import torch.distributed as dist
@@ -317,6 +317,14 @@ class Loader:
         self._state = {"epoch": 0, "batch": 0, "position": 0}
         self._resumes = False
         self.number = -1
+
+    def __getitem__(self, index: object) -> NoReturn:
+        """Refuse an index: a loader is no dataset."""
+        msg = (
+            f"a Loader has batches one after the other, and none at [{index!r}]; write for batch in loader, "
+            "without torch's DataLoader around it"
+        )
+        raise ConfigError(msg)
 
     def for_rank(self, rank: int, size: int, *, stand_ins: bool = True) -> "Loader":
         """Return a loader of one rank's parts of the same batches, with a position of its own.

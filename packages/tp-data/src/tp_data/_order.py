@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from tp_core.arguments import explain_init
 from tp_core.errors import ConfigError
 
 Numbers: TypeAlias = NDArray[np.uint64]
@@ -31,6 +32,7 @@ _AT_ONCE = 4096  # places that are computed together
 _LEAST_PART = 16  # a process computes places ahead if it takes one in this many
 
 
+@explain_init
 @dataclass(frozen=True, slots=True)
 class Shuffle:
     """How samples are shuffled; without numbers, all of an epoch.

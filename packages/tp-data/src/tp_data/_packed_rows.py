@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 from tp_core import recursive_to
+from tp_core.arguments import explain_arguments
 from tp_core.compare import (
     Bound,
     ComputedTypes,
@@ -297,6 +298,7 @@ class RowForm:
 # -- Masks -----------------------------------------------------------------------------------------
 
 
+@explain_arguments("document_mask(documents)")
 def document_mask(documents: Tensor, *, causal: bool = True) -> Tensor:
     """Return the mask of `scaled_dot_product_attention` that keeps documents apart.
 
@@ -319,6 +321,7 @@ def document_mask(documents: Tensor, *, causal: bool = True) -> Tensor:
     return mask
 
 
+@explain_arguments("document_block_mask(documents)")
 def document_block_mask(
     documents: Tensor, *, causal: bool = True
 ) -> "torch.nn.attention.flex_attention.BlockMask":

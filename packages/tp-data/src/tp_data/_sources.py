@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker as torch_worker
+from tp_core.arguments import explain_init
 from tp_core.errors import ConfigError, LoaderError
 from tp_core.messages import check_installed
 from tp_core.output import get_logger
@@ -154,6 +155,7 @@ def _is_empty(names: Sequence[str]) -> str:
     return f"the source has no sample: {shown}; give files with samples, or leave the source out"
 
 
+@explain_init
 class JsonLines(_FileSource):
     """One JSON value in each line of files, such as ``data/*.jsonl`` or ``https://host/a.jsonl.gz``."""
 
@@ -175,6 +177,7 @@ class JsonLines(_FileSource):
             raise LoaderError(msg) from None
 
 
+@explain_init
 class TextLines(_FileSource):
     """One line of text files as each sample, without its end."""
 
@@ -189,6 +192,7 @@ class TextLines(_FileSource):
             raise LoaderError(msg) from None
 
 
+@explain_init
 class TarShards(_FileSource):
     """Tar archives as WebDataset writes them: members with names that begin alike are one sample.
 
@@ -227,6 +231,7 @@ def _decode_member(extension: str, content: bytes) -> Any:
     return content
 
 
+@explain_init
 class Parquet(Source):
     """Rows of Parquet files as dicts.
 
@@ -363,6 +368,7 @@ def _parquet_file(file: IndexedFile) -> Any:
         raise LoaderError(msg) from error
 
 
+@explain_init
 class Iterables(Source):
     """Iterators, one for each shard, such as readers of a format that tp-data does not know.
 
@@ -697,6 +703,9 @@ def source_of(data: Any, access: Access | None = None) -> Source:
             f"{kind.__name__} orders and splits its samples itself; give what reads them alone: "
             "streaming.LocalDataset(local=folder)"
         )
+        raise ConfigError(msg)
+    if kind.__module__ in ("tp_data._stream", "tp_data._loader"):  # both have an index, which refuses
+        msg = f"a source has samples, and a {kind.__name__} is made of sources; give them in a dict, by name"
         raise ConfigError(msg)
     if (
         isinstance(data, Sized)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from tp_core.arguments import explain_init
 from tp_core.errors import ConfigError, LoaderError, StateError
@@ -154,6 +154,14 @@ class Stream:
             msg = "a stream with repeat=True has no end, and so no length"
             raise TypeError(msg)
         return length
+
+    def __getitem__(self, position: object) -> NoReturn:
+        """Refuse to be read as a dataset, also by a loop: a `Loader` reads a stream."""
+        msg = (
+            f"a Stream is read in batches: write for batch in Loader(stream, 32), also in place of torch's "
+            f"DataLoader; for one sample stream.sample({position!r})"
+        )
+        raise ConfigError(msg)
 
     def place(self, position: int, *, epoch: int = 0) -> Place:
         """Return where the sample at a position comes from.

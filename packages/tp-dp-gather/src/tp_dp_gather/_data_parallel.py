@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from tp_core import DeviceSpec, device_of, resolve_devices, to_device, tree_leaves
-from tp_core.arguments import as_names
+from tp_core.arguments import as_names, explain_arguments
 from tp_core.data import Scattering
 from tp_core.errors import ConfigError
 from tp_core.replicas import Replicas, ReplicaWrapper, untraced
@@ -90,12 +90,15 @@ class DataParallel(ReplicaWrapper):
         **upstream: Any,
     ) -> None:
         self._refuse({k: v for k, v in upstream.items() if v != _DEFAULTS.get(k, ...)}, _SUCCESSORS)
-        if not isinstance(gather_to_one_device, bool) or not isinstance(inputs_are_scattered, bool):
-            msg = (
-                "gather_to_one_device and inputs_are_scattered must be True or False, got "
-                f"{gather_to_one_device!r} and {inputs_are_scattered!r}; give options by name"
-            )
-            raise ConfigError(msg)
+        truths = {
+            "gather_to_one_device": gather_to_one_device,
+            "inputs_are_scattered": inputs_are_scattered,
+            "sort_and_gather": sort_and_gather,
+        }
+        for option, value in truths.items():
+            if not isinstance(value, bool):
+                msg = f"{option} must be True or False, got {value!r:.80}; give options by name"
+                raise ConfigError(msg)
         if not isinstance(dim, int) or dim < 0:
             msg = f"dim must be at least 0, got {dim!r}; it is the dimension of the rows"
             raise ConfigError(msg)
@@ -114,6 +117,8 @@ class DataParallel(ReplicaWrapper):
         self.sort_and_gather = sort_and_gather
         self.scattering = Scattering.by_names(samples, broadcast, dim=dim)
         self._unseen = set(keywords)
+        # Whether what `samples` and `broadcast` name was looked for in the arguments of a call.
+        self._has_matched = not (samples or broadcast)
         self._criterion: Replicas | None = None
         self._recorded: list[Sequence[Any]] | None = None
         # Of these, the outputs of calls whose inputs are in no graph: all below them is the module's own.
@@ -203,6 +208,11 @@ class DataParallel(ReplicaWrapper):
     def _scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], function: Callable[..., Any]
     ) -> tuple[list[Arguments], list[int] | None]:
+        if not self._has_matched:
+            self._has_matched = True
+            problem = self.scattering.unmatched(inputs, kwargs, function)
+            if problem:  # a later call may have it
+                warnings.warn(problem, stacklevel=4)
         return self.scattering.arguments(inputs, kwargs, most=len(self.device_ids), function=function)
 
     def _computing_parts(self, count: int) -> AbstractContextManager[None]:
@@ -491,7 +501,8 @@ def scatter(
         most one, larger ones first.
 
     Raises:
-        ConfigError: Tensors have different numbers of rows, or something else is as long.
+        ConfigError: Tensors have different numbers of rows, or something else is as long; or ``samples`` or
+            ``broadcast`` names what is not there.
         DeviceError: ``target_devices`` names a device that this process does not have.
 
     Example:
@@ -500,6 +511,9 @@ def scatter(
     """
     devices = resolve_devices(target_devices)
     scattering = Scattering.by_names(samples, broadcast, dim=dim)
+    problem = scattering.unmatched((), {"inputs": inputs})
+    if problem:
+        raise ConfigError(problem)
     whole: dict[str | int, Any] = {"inputs": inputs}
     sizes = scattering.sizes(whole, most=len(devices))
     if len(sizes) > 1:
@@ -529,6 +543,7 @@ def gather(outputs: Sequence[Any], target_device: Device, dim: int = 0) -> Any:
     return Gathering(ReplicaWrapper._device_of(target_device), dim, ()).gather(outputs)
 
 
+@explain_arguments("replicate(network, devices)")
 def replicate(network: nn.Module, devices: DeviceSpec, detach: bool = False) -> list[nn.Module]:
     """Return replicas of ``network``: on the first device, where it must be, the module itself.
 

@@ -2,7 +2,7 @@
 
 from dataclasses import KW_ONLY, dataclass
 
-from tp_core.arguments import explain_init
+from tp_core.arguments import as_names, explain_init
 
 
 @explain_init
@@ -26,3 +26,7 @@ class GatherOptions:
     _: KW_ONLY
     samples: tuple[str | int, ...] = ()
     broadcast: tuple[str | int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for option in ("except_keywords", "samples", "broadcast"):
+            as_names(option, getattr(self, option))

@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from tp_core.errors import ConfigError
 from tp_core.output import print_to_stderr
+from typer.core import TyperCommand
 
 from tp_launch._launch_plan import LaunchRequest, parse_rdzv_conf
 
@@ -108,9 +109,22 @@ def launch(
     raise typer.Exit(outcome.status)
 
 
+class _Command(TyperCommand):
+    """A command that says, at an unknown option, where a script's own options stand."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            # By name: newer typers have a click of their own.
+            if type(error).__name__ == "NoSuchOption":
+                error.message += "; a script's own options follow it"  # type: ignore[attr-defined]  # it has one
+            raise
+
+
 def launch_app() -> typer.Typer:
     """Return ``tp launch`` as a separate application."""
     app = typer.Typer(add_completion=False)
     # Parsing ends at the first positional argument: the rest, options included, belongs to the script.
-    app.command(context_settings={"allow_interspersed_args": False})(launch)
+    app.command(cls=_Command, context_settings={"allow_interspersed_args": False})(launch)
     return app

@@ -225,6 +225,9 @@ def make_plan(request: LaunchRequest) -> LaunchPlan:
     )
 
 
+_NO_PROGRAMS = {".csv", ".ipynb", ".json", ".jsonl", ".md", ".pt", ".sh", ".toml", ".txt", ".yaml", ".yml"}
+
+
 def _check_script(request: LaunchRequest) -> None:
     if not request.module:
         if not Path(request.script).exists():
@@ -247,7 +250,17 @@ def _check_script(request: LaunchRequest) -> None:
                 "-m and the name of a module"
             )
             raise ConfigError(msg)
+        suffix = Path(request.script).suffix
+        if suffix in _NO_PROGRAMS:
+            hint = ""
+            if suffix == ".ipynb":
+                hint = "; save it as a script, or call tp_launch.launch(function, 2) in the notebook"
+            msg = f"{request.script!r} is no Python program, as its ending {suffix!r} says{hint}"
+            raise ConfigError(msg)
         return
+    if request.script.endswith(".py") and Path(request.script).exists():
+        msg = f"{request.script!r} is a file, and -m takes the name of a module; leave -m out to run the file"
+        raise ConfigError(msg)
     top = request.script.partition(".")[0]
     sys.path.insert(0, "")  # as for ``python -m``; the console script ``tp`` does not have it
     try:

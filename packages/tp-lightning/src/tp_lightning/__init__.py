@@ -27,4 +27,5 @@ else:
         {
             "tp_lightning._trainer": ["Trainer"],
         },
+        answers="tp_lightning._arguments",
     )

@@ -28,6 +28,15 @@ _ELSEWHERE = {
     "reload_dataloaders_every_n_epochs": "a dataset with set_epoch, or a sampler with it",
     "use_distributed_sampler": "nothing: tp splits the batches over the ranks itself",
 }
+# Names of Lightning that are not here, and what to write instead: modules keep the classes of Lightning.
+NAMES = {
+    "Callback": "from tp_trainer import Callback, or Lightning's own: from lightning import Callback",
+    "LightningDataModule": "from lightning import LightningDataModule: a datamodule keeps its class",
+    "LightningModule": "from lightning import LightningModule: a module keeps its class, or is a nn.Module",
+    "callbacks": "from tp_trainer import callbacks, or from lightning.pytorch import callbacks",
+    "loggers": "logger='csv', or from tp_trainer import loggers",
+    "seed_everything": "torch.manual_seed(0)",
+}
 _WITHOUT_EFFECT = ("enable_model_summary", "enable_autolog_hparams", "inference_mode")
 _STRATEGIES = {
     "auto": "ddp",

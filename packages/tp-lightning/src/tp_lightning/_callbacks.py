@@ -44,6 +44,10 @@ def sort_callbacks(callbacks: Any) -> tuple[list[Any], list[Callback], Any]:
         callbacks = [callbacks]
     for callback in callbacks:
         kind = type(callback)
+        if isinstance(callback, type | str):
+            name = getattr(callback, "__name__", callback)
+            msg = f"callbacks are objects, got {callback!r:.80}; make one: {name}(...)"
+            raise ConfigError(msg)
         if isinstance(callback, Callback):
             ours.append(callback)
         elif not kind.__module__.startswith(("lightning.", "pytorch_lightning.")):

@@ -45,6 +45,8 @@ def check_module(model: Any, names: Iterable[str]) -> None:
     """Refuse a module without a method, or with one that is not here."""
     if not isinstance(model, nn.Module):
         msg = f"the first argument is a LightningModule, got {type(model).__name__}"
+        if isinstance(model, type):
+            msg += f": {model.__name__}; make an object of it: {model.__name__}(...)"
         raise ConfigError(msg)
     for name in names:
         if not overrides(model, name):

@@ -68,7 +68,11 @@ class LoggedResults:
             logged.metric = value
             return None
         if not isinstance(value, Tensor):
-            number = torch.tensor(float(value))
+            try:
+                number = torch.tensor(float(value))
+            except (TypeError, ValueError) as error:
+                msg = f"log({name!r}) takes a number, a tensor or a metric, got {value!r:.80}"
+                raise ConfigError(msg) from error
         elif value.dtype is torch.float64:
             number = value.detach()
         else:

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from tp_core import LaunchEnvironment
+from tp_core.arguments import explain_arguments, explain_init
 from tp_core.errors import ConfigError
 from tp_core.files import atomic_part
 from tp_core.fully_sharded import FullyShardedSession
@@ -32,7 +34,7 @@ from tp_lightning._callbacks import sort_callbacks
 from tp_lightning._checkpoints import SavingArguments
 from tp_lightning._evaluation import evaluate
 from tp_lightning._loggers import LoggerView, loggers_of
-from tp_lightning._module import ModuleData, call, check_module, is_datamodule
+from tp_lightning._module import ModuleData, call, check_module, is_datamodule, overrides
 from tp_lightning._module_calls import ModuleCalls
 from tp_lightning._optimizers import LearningRateSchedule, configured
 from tp_lightning._results import forked_name
@@ -40,6 +42,7 @@ from tp_lightning._run import ModuleRun
 from tp_lightning._training import ModuleTraining
 
 
+@explain_init
 class Trainer:
     """Trains, validates, tests and predicts with a ``LightningModule``, on tp's sessions.
 
@@ -386,6 +389,13 @@ class Trainer:
             StepError: A step returned no loss.
         """
         check_module(model, ("training_step", "configure_optimizers"))
+        if val_dataloaders is not None and not overrides(model, "validation_step"):
+            kind = type(model).__name__
+            warnings.warn(
+                f"a loader to validate with is given, and {kind} has no validation_step(): nothing is "
+                "validated; write it, or leave the loader out",
+                stacklevel=2,
+            )
         with self._attached(model, train_dataloaders, datamodule, "fit") as data:
             train = data.loader("train_dataloader", train_dataloaders)
             if not hasattr(train, "__iter__") or isinstance(train, Mapping | list | tuple):
@@ -407,6 +417,7 @@ class Trainer:
             )
             training.fit(train, validation, callbacks=self._own_callbacks, ckpt_path=ckpt_path)
 
+    @explain_arguments("validate(model, loader)")
     def validate(
         self,
         model: Any = None,
@@ -418,6 +429,7 @@ class Trainer:
         """Return what ``validation_step`` logs, for each loader."""
         return self._evaluate_alone("validate", model, dataloaders, ckpt_path, verbose, datamodule)
 
+    @explain_arguments("test(model, loader)")
     def test(
         self,
         model: Any = None,
@@ -429,6 +441,7 @@ class Trainer:
         """Return what ``test_step`` logs, for each loader."""
         return self._evaluate_alone("test", model, dataloaders, ckpt_path, verbose, datamodule)
 
+    @explain_arguments("predict(model, loader)")
     def predict(
         self,
         model: Any = None,
@@ -448,6 +461,7 @@ class Trainer:
             return outputs
         return None
 
+    @explain_arguments("save_checkpoint(path)")
     def save_checkpoint(self, filepath: Any, weights_only: bool = False) -> None:  # noqa: ARG002 - always the weights
         """Write the weights and hyperparameters, as ``load_from_checkpoint`` of the module reads them.
 

@@ -118,6 +118,9 @@ class PipelineOptions:
         if self.ranks != -1 and self.ranks < 1:
             msg = f"PipelineOptions(ranks=...) must be -1 for all ranks, or their number, got {self.ranks}"
             raise ConfigError(msg)
+        if self.cuts is not None and not isinstance(self.cuts, Collection):
+            msg = f"PipelineOptions(cuts=...) must be a list of the names of modules, got {self.cuts!r:.80}"
+            raise ConfigError(msg)
         for name in ("stages_per_rank", "microbatches", "microbatch_size"):
             value = getattr(self, name)
             if value < 0:

@@ -7,11 +7,12 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
-from tp_core.errors import TpError
+from tp_core.errors import ConfigError, TpError
 
 from tp_runner._scheduling._source import length_of
+from tp_runner._stream import ResultStream
 from tp_runner.errors import RunCancelledError
 
 if TYPE_CHECKING:
@@ -50,6 +51,14 @@ class AsyncResultStream(AsyncIterator[Any]):
 
     def __aiter__(self) -> Self:
         return self
+
+    def __iter__(self) -> NoReturn:
+        """Refuse a plain loop, which cannot wait for results."""
+        msg = (
+            "an asynchronous stream has its results in a coroutine: async for result in stream; for a plain "
+            "loop take runner.stream(items)"
+        )
+        raise ConfigError(msg)
 
     async def __anext__(self) -> Any:
         while not self._ready:
@@ -105,7 +114,10 @@ class AsyncResultStream(AsyncIterator[Any]):
 
     def _begin(self) -> _OpenStream:
         items, loop = self._items, asyncio.get_running_loop()
-        source = _iterate_async(items, loop) if isinstance(items, AsyncIterable) else items
+        source = items
+        # A plain stream has an `__aiter__`, too: one that refuses.
+        if isinstance(items, AsyncIterable) and not isinstance(items, ResultStream):
+            source = _iterate_async(items, loop)
         run = self._pool.open_run(source)
         chunks = run.chunks
         if self._progress:

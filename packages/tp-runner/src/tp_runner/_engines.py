@@ -13,6 +13,7 @@ from tp_core.plugins import Engine
 from tp_runner._options import (
     START_TIMEOUT_S,
     Settings,
+    check_truth,
     devices_of_workers,
     make_settings,
     refuse_async,
@@ -217,6 +218,7 @@ class PoolFactory:
 
         devices = [torch.device(device) for device in self._devices]
         options = {name: value for name, value in self._options.items() if value is not None}
+        check_truth(options, "ordered")
         ordered = options.pop("ordered", True)
         pool = self._engine.open(self._program, devices, options=options)
         return PluginPoolAdapter(pool, self._engine.name, ordered=ordered)

@@ -10,7 +10,7 @@ from tp_core.errors import ConfigError, DeviceError
 from tp_core.launching import available_cores
 
 from tp_runner._engines import PoolFactory, worker_devices
-from tp_runner._options import RunnerOptions, refuse_async
+from tp_runner._options import RunnerOptions, check_truth, refuse_async
 from tp_runner._scheduling._source import MapStyle, as_iterable
 from tp_runner._workers._item import warn_of_copied_generators
 from tp_runner.errors import RunnerClosedError
@@ -140,6 +140,8 @@ class Executor(concurrent.futures.Executor):
             wait: Whether to return only then.
             cancel_futures: Whether to cancel calls that no worker has yet.
         """
+        for name, value in (("wait", wait), ("cancel_futures", cancel_futures)):
+            check_truth({name: value}, name)
         if cancel_futures:
             self._pool.cancel_submitted()
         if wait:

@@ -416,6 +416,8 @@ def make_settings(
     _check_choice(values, "start_method", START_METHODS)
     _check_choice(values, "on_error", ("raise", "return"))
     _check_choice(values, "placement", PLACEMENTS)
+    for name in ("ordered", "timeline"):
+        check_truth(values, name)
     _check_min_workers(chosen, n_workers)
     for name in ("max_retries", "max_restarts", "seed"):
         _check_whole(values, name, 0)
@@ -485,6 +487,14 @@ def _check_min_workers(options: Mapping[str, Any], n_workers: int) -> None:
 def _check_choice(values: Mapping[str, Any], name: str, choices: tuple[str, ...]) -> None:
     if name in values and values[name] not in choices:
         msg = f"{name} must be one of {', '.join(map(repr, choices))}, got {values[name]!r}"
+        raise ConfigError(msg)
+
+
+def check_truth(values: Mapping[str, Any], name: str) -> None:
+    """Check that an option is ``True`` or ``False``: a text such as "no" would count as true."""
+    value = values.get(name, False)
+    if not isinstance(value, bool):
+        msg = f"{name} must be True or False, got {value!r:.80}"
         raise ConfigError(msg)
 
 

@@ -11,7 +11,7 @@ from tp_core.errors import ConfigError
 from tp_core.output import shows_progress
 
 from tp_runner._engines import PoolFactory, worker_devices
-from tp_runner._options import Batching, RunnerOptions, refuse_async
+from tp_runner._options import Batching, RunnerOptions, check_truth, refuse_async
 from tp_runner._scheduling._pool import RunnerPool
 from tp_runner._scheduling._source import MapStyle, as_iterable
 from tp_runner._stats import StageStats
@@ -68,6 +68,7 @@ class Pipeline:
                     f"{name}={options.get(name)!r} is given to the stage of a pipeline that works on batches"
                 )
                 raise ConfigError(msg)
+        check_truth({"ordered": ordered}, "ordered")
         self._engine = engine
         self._ordered = ordered
         self._progress = shows_progress(progress)

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, Unpack
 
+from tp_core.errors import ConfigError
 from tp_core.output import shows_progress
 
 from tp_runner._engines import PoolFactory, worker_devices
@@ -48,7 +49,7 @@ class _Runner(Generic[R]):
         options: The options of :class:`RunnerOptions`.
 
     Raises:
-        ConfigError: An option is unknown or has a wrong value.
+        ConfigError: An option is unknown or has a wrong value, or a method takes other arguments.
         DeviceError: A device does not exist here.
         NotPicklableError: The class refers to something that cannot travel to the workers.
         WorkerError: ``producer_init`` raised in a worker; the others are stopped.
@@ -85,6 +86,7 @@ class _Runner(Generic[R]):
             worker_devices(engine, devices, n_workers),
             {**options, "queue_scale": queue_scale, "ordered": self._ordered},
         )
+        _check_methods(type(self))
         self.activate()
 
     # -- what subclasses override --------------------------------------------------------------
@@ -129,8 +131,16 @@ class _Runner(Generic[R]):
             ItemTimeoutError: An item took longer than ``timeout_s``.
             NotPicklableError: An item or a result cannot travel between processes.
             RunnerClosedError: The runner is closed.
+            ConfigError: The class overrides no method, and so does nothing with the items.
             Exception: Whatever the input or the consumer raised.
         """
+        self._running()
+        if not any(_is_overridden(type(self), name) for name in _METHODS):
+            msg = (
+                f"{type(self).__name__} does nothing with items and their results; write a class of it with "
+                "producer_work(device, cfg, data), or take runner.stream(items)"
+            )
+            raise ConfigError(msg)
         cfg = copy_cfg(self._cfg)
         self.consumer_init(cfg)
         with self.stream(items) as results:
@@ -290,6 +300,54 @@ class _Runner(Generic[R]):
             msg = f"this {type(self).__name__} is closed; activate() starts it again"
             raise RunnerClosedError(msg)
         return self._pool
+
+
+# The methods of a runner, and what each of them gets.
+_METHODS = {
+    "producer_init": ("device", "cfg"),
+    "producer_work": ("device", "cfg", "data"),
+    "producer_end": ("device", "cfg"),
+    "consumer_init": ("cfg",),
+    "consumer_work": ("cfg", "data"),
+    "consumer_end": ("cfg",),
+}
+_VARIADIC = 0x04  # of inspect: CO_VARARGS. Its import would be a tenth of a first start.
+_LIKE = 0.85  # "producer_wrok" is 0.92 like "producer_work"; "producer_helper" is 0.71
+
+
+def _is_overridden(kind: type, name: str) -> bool:
+    return getattr(kind, name) is not getattr(_Runner, name)
+
+
+def _check_methods(kind: type) -> None:
+    """Check that a class has its methods under their names, and that they take what they get.
+
+    Raises:
+        ConfigError: A method takes other arguments, or has nearly the name of one that is not there.
+    """
+    for name, arguments in _METHODS.items():
+        method: Any = getattr(kind, name)
+        if not isinstance(method, type(_is_overridden)):  # a class method, or another callable
+            continue
+        code = method.__code__
+        taken = code.co_varnames[: code.co_argcount]
+        optional = len(method.__defaults__ or ())
+        fits = len(taken) - optional <= len(arguments) <= len(taken) or bool(code.co_flags & _VARIADIC)
+        if not fits or taken[:1] == ("self",):
+            msg = (
+                f"{kind.__name__}.{name}({', '.join(taken)}) does not take what a runner gives it; write "
+                f"@staticmethod, and def {name}({', '.join(arguments)})"
+            )
+            raise ConfigError(msg)
+    missing = [name for name in _METHODS if not _is_overridden(kind, name)]
+    for own in vars(kind):
+        if own.startswith(("produce", "consume")) and own not in _METHODS:
+            # For a name that may be wrong: each start would wait for the import.
+            from difflib import get_close_matches
+
+            for meant in get_close_matches(own, missing, 1, _LIKE):
+                msg = f"a runner never calls {own!r}, a method of {kind.__name__}; did you mean {meant!r}?"
+                raise ConfigError(msg)
 
 
 class OrderedRunner(_Runner[R]):

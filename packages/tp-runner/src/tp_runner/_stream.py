@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, Generic, NamedTuple, NoReturn, Self, TypeVar
 
-from tp_core.errors import TpError
+from tp_core.errors import ConfigError, TpError
 
 from tp_runner._workers._fleet import is_program_ending
 from tp_runner.errors import RunCancelledError, RunnerClosedError
@@ -73,6 +73,18 @@ class ResultStream(Iterator[R_co], Generic[R_co]):
     def __iter__(self) -> Iterator[R_co]:  # noqa: PYI034 - each loop gets its own
         # A chain for each loop: in C, so that small results cost next to nothing here.
         return itertools.chain.from_iterable(_Pieces(self._next_piece))
+
+    def __getitem__(self, key: object) -> NoReturn:
+        """Refuse an index: results come once, in their order."""
+        msg = f"a stream has results one by one, and none at [{key!r}]; write list(stream)[{key!r}]"
+        raise ConfigError(msg)
+
+    def __aiter__(self) -> NoReturn:
+        """Refuse ``async for``: each of its steps would hold up the event loop."""
+        msg = (
+            "this stream is for a plain loop: for result in stream; for async for take runner.astream(items)"
+        )
+        raise ConfigError(msg)
 
     def __next__(self) -> R_co:
         while True:

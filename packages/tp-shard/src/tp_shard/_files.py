@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from tp_core.arguments import explain_arguments
 from tp_core.errors import ConfigError, StateError, TpError
 from tp_core.files import Ownership, atomic_part
 from tp_core.fully_sharded import reshard
@@ -118,6 +119,7 @@ _OF_FILES = {".bin", ".pt", ".pth", ".safetensors"}
 """The suffixes of single files."""
 
 
+@explain_arguments("save_sharded(model, path)")
 def save_sharded(
     model: nn.Module, path: str | os.PathLike[str], *, optimizer: Optimizer | None = None
 ) -> None:
@@ -162,6 +164,7 @@ def save_sharded(
         _together(lambda: _write_digests(folder, records), doing)
 
 
+@explain_arguments("load_sharded(model, path)")
 def load_sharded(
     model: nn.Module, path: str | os.PathLike[str], *, optimizer: Optimizer | None = None
 ) -> None:
@@ -198,6 +201,7 @@ def load_sharded(
 # -- Safetensors files of whole models: all ranks write one together -------------------------------
 
 
+@explain_arguments("export(split_model, path)")
 def export(model: nn.Module, path: str | os.PathLike[str], *, prefix: str = "") -> None:
     """Write the whole state of a model to a safetensors file.
 
@@ -258,6 +262,7 @@ def _whole_infos(model: nn.Module, state: Mapping[str, Tensor], prefix: str) -> 
 # -- Loading of a rank's part of a large model from files of the whole model ----------------------
 
 
+@explain_arguments("load_pretrained(model, path)")
 @torch.no_grad()
 def load_pretrained(
     model: nn.Module,

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from tp_core.arguments import explain_arguments
 from tp_core.compare import Bound
 from tp_core.device_types import EXAMPLE, wide_float
 from tp_core.errors import ConfigError, DisagreementError, NonFiniteLossError
@@ -36,6 +37,7 @@ Axes = tuple[dist.ProcessGroup, ...]
 """The groups over which a gradient is split."""
 
 
+@explain_arguments("clip_grad_norm_(parameters, 1.0)")
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: nn.Module | Tensor | Iterable[Tensor],

@@ -1,8 +1,10 @@
 """Plans for models that were not written for this package: each is proven before it is returned."""
 
-from typing import Any
+import sys
+from typing import Any, NoReturn
 
 from torch import nn
+from tp_core.arguments import explain_arguments
 from tp_core.errors import ConfigError, ModelError
 
 from tp_shard._groups._group import GroupLike, as_group
@@ -17,6 +19,15 @@ from tp_shard._verify._report import as_call, check_whole
 __all__ = ["auto", "from_hf"]
 
 
+def __getattr__(name: str) -> NoReturn:
+    """Refuse the name of a plan for one family of models: plans are made from the model itself."""
+    msg = f"module {__name__!r} has no attribute {name!r}"
+    if not name.startswith("_"):
+        msg += "; a plan is made from the model: write plans.auto(model, batch), or plans.from_hf(model)"
+    raise AttributeError(msg, name=name, obj=sys.modules[__name__])
+
+
+@explain_arguments("auto(model, batch)")
 def auto(
     model: nn.Module,
     batch: Any = None,
@@ -90,6 +101,7 @@ def auto(
     return plan
 
 
+@explain_arguments("from_hf(model, batch)")
 def from_hf(
     model: nn.Module,
     batch: Any = None,

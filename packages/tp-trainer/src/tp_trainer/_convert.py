@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from tp_core.arguments import explain_arguments
 from tp_core.errors import ConfigError, StateError
 from tp_core.files import Ownership
 from tp_core.state import (
@@ -33,6 +34,7 @@ from tp_trainer._checkpoint._model_files import MODEL, OneOfSeveral, StateInAFil
 from tp_trainer._memory import parse_nbytes
 
 
+@explain_arguments("find_checkpoint(folder)")
 def find_checkpoint(
     source: str | os.PathLike[str],
     *,
@@ -102,6 +104,7 @@ def _best(checkpoints: list[Path], metric: str, mode: str | None) -> Path:
     return choose(values, key=values.__getitem__)
 
 
+@explain_arguments("convert(checkpoint, path)")
 def convert(
     checkpoint: str | os.PathLike[str],
     path: str | os.PathLike[str],

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from tp_core import LaunchEnvironment
+from tp_core.arguments import explain_arguments
 from tp_core.device_types import EXAMPLE
 from tp_core.discovery import KNOWN_BACKENDS, Contribution
 from tp_core.errors import ConfigError, ModelError
@@ -221,6 +222,7 @@ class LayoutTable:
 # -- The table of a job -----------------------------------------------------------------------------
 
 
+@explain_arguments("estimate(model, optimizer, batch, step)")
 def estimate(
     model: nn.Module,
     optimizer: Optimizer | None = None,

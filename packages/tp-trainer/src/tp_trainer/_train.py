@@ -16,6 +16,7 @@ from tp_core.builders import load_function
 from tp_core.errors import ConfigError, TpError
 from tp_core.messages import did_you_mean
 from tp_core.plugins import registry
+from typer.core import TyperCommand
 
 from tp_trainer.loggers import using_config
 
@@ -163,6 +164,19 @@ def _launch_options() -> dict[str, inspect.Parameter]:
     return {name: p for name, p in options.items() if name not in ("module", "nproc_per_node")}
 
 
+class _Command(TyperCommand):
+    """A command that says, at an unknown option, where the values of the function stand."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            # By name: newer typers have a click of their own.
+            if type(error).__name__ == "NoSuchOption":
+                error.message += "; the options of a function follow it"  # type: ignore[attr-defined]  # it has one
+            raise
+
+
 def train_app() -> typer.Typer:
     """Return ``tp train`` as a separate application, with the options of ``tp launch``."""
     own = [p for p in inspect.signature(_train).parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -176,7 +190,7 @@ def train_app() -> typer.Typer:
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     # Parsing ends at the function: the rest, options included, belongs to it.
-    app.command(context_settings={"allow_interspersed_args": False})(command)
+    app.command(cls=_Command, context_settings={"allow_interspersed_args": False})(command)
     return app
 
 

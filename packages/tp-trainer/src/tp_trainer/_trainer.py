@@ -1198,6 +1198,7 @@ class Trainer:
         """
         self._files.load(model, path, name=name)
 
+    @explain_arguments("export(model, path)")
     def export(
         self,
         model: nn.Module,

@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, ClassVar
 
-from tp_core.errors import ConfigError
 from tp_core.plugins import DevicesBackend, Job, Verdict
 
 from tp_tuple._options import TupleOptions
@@ -24,8 +23,4 @@ class TupleBackend(DevicesBackend[TupleOptions]):
     def open(self, job: Job) -> "TupleSession":
         from tp_tuple._session import TupleSession
 
-        options = self.parse_options(job)
-        if options.cost is not None and not callable(options.cost):
-            msg = f"the option cost must be a function of an item, got {options.cost!r}"
-            raise ConfigError(msg)
-        return TupleSession(job, options)
+        return TupleSession(job, self.parse_options(job))

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate as torch_default_collate
+from tp_core.arguments import explain_arguments
 from tp_core.data import Envelope, Parts
 from tp_core.errors import ConfigError, LoaderError, StepError
 from tp_core.output import get_logger
@@ -221,6 +222,7 @@ def _collate_plain(items: Any) -> Tensor | list[Tensor] | None:
     return whole
 
 
+@explain_arguments("tp_collate(2)")
 def tp_collate(
     ndevices: int | Sequence[Any],
     *,
@@ -299,6 +301,7 @@ def tp_collate(
     return decorator
 
 
+@explain_arguments("default_collate(2)")
 def default_collate(
     ndevices: int | Sequence[Any],
     *,

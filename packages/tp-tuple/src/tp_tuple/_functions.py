@@ -1,6 +1,6 @@
 """Functions over tuples of parts: from one value per part to parts per value, and back."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import wraps
 from typing import Any, overload
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from tp_core import containers, device_of
+from tp_core.arguments import explain_arguments
 from tp_core.data import cat_rows
 from tp_core.errors import ConfigError, TransferError
 from tp_core.replicas import Replicas
@@ -34,6 +35,7 @@ def cat(returns: Sequence[Any], *, dim: int = 0) -> Any:
         sizes. For dicts or dataclasses, one with such tensors. All else is unchanged.
 
     Raises:
+        ConfigError: ``returns`` is not a tuple or list with a part.
         RuntimeError: The shapes of a value's parts differ in another dimension.
 
     Example:
@@ -42,6 +44,13 @@ def cat(returns: Sequence[Any], *, dim: int = 0) -> Any:
         >>> [v.shape[0] for v in cat(((torch.zeros(2), torch.zeros(1)), (torch.ones(()),) * 2))]
         [3, 2]
     """
+    if not isinstance(returns, tuple | list) or not returns:
+        kind = type(returns).__name__
+        msg = (
+            "cat() takes a tuple or list with the tensor of each part, or one such tuple for each value, got "
+            f"{kind}: {returns!r:.80}; write cat((part, part)), or TupleParallel(module, reduction=cat)"
+        )
+        raise ConfigError(msg)
     if not isinstance(returns[0], tuple | list) or isinstance(returns[0], PackedSequence):
         return _cat(returns, dim)
     if _are_lists_of_dicts(returns):  # a part has one for each sample
@@ -78,6 +87,7 @@ def tuple_fn(fn: Callable[..., Any], *, parallel: bool = ...) -> Callable[..., A
 def tuple_fn(
     fn: None = ..., *, parallel: bool = ...
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+@explain_arguments("tuple_fn(function)")
 def tuple_fn(fn: Callable[..., Any] | None = None, *, parallel: bool = False) -> Any:
     """Make a function take each argument as a tuple of parts, and return its values so.
 
@@ -90,7 +100,8 @@ def tuple_fn(fn: Callable[..., Any] | None = None, *, parallel: bool = False) ->
             grad mode and autocast.
 
     Raises:
-        ConfigError: The arguments have different numbers of parts, or the results of values.
+        ConfigError: ``fn`` is not a function; the arguments have different numbers of parts, or the results
+            of values.
 
     Example:
         >>> tuple_fn(lambda x, y: (x + y, x * y))((1, 2), (3, 4))
@@ -98,6 +109,9 @@ def tuple_fn(fn: Callable[..., Any] | None = None, *, parallel: bool = False) ->
     """
     if fn is None:
         return lambda function: tuple_fn(function, parallel=parallel)
+    if not callable(fn):
+        msg = f"tuple_fn() takes a function of one part, got {type(fn).__name__}: {fn!r:.80}"
+        raise ConfigError(msg)
     function = fn
     replicas_on: dict[tuple[torch.device, ...], Replicas] = {}  # used for their threads alone
 
@@ -144,10 +158,10 @@ class Tuplewise:
         # Python itself asks for names like __class__; those stay this object's own.
         if name == "_tuplewise_items" or (name.startswith("__") and name.endswith("__")):
             return object.__getattribute__(self, name)
-        return [getattr(item, name) for item in self._tuplewise_items]
+        return _of_each(self._tuplewise_items, lambda item: getattr(item, name), f"attribute {name!r}")
 
     def __getitem__(self, key: Any) -> list[Any]:
-        return [item[key] for item in self._tuplewise_items]
+        return _of_each(self._tuplewise_items, lambda item: item[key], f"[{key!r}]")
 
     def __len__(self) -> int:
         return len(self._tuplewise_items)
@@ -157,6 +171,22 @@ class Tuplewise:
 
     def __repr__(self) -> str:
         return f"Tuplewise({self._tuplewise_items!r})"
+
+
+def _of_each(items: Sequence[Any], look_up: Callable[[Any], Any], what: str) -> list[Any]:
+    """Return what a look-up finds in each item; a note on an error says which item has nothing there."""
+    found: list[Any] = []
+    for item in items:
+        try:
+            found.append(look_up(item))
+        except (AttributeError, LookupError, TypeError) as error:
+            size = f" of {len(item)}" if isinstance(item, Sized) else ""
+            error.add_note(
+                f"tuplewise() asks each of its {len(items)} items for {what}, and number {len(found)}, a "
+                f"{type(item).__name__}{size}, has none; give items that all have it"
+            )
+            raise
+    return found
 
 
 def tuplewise(items: Sequence[Any]) -> Tuplewise:

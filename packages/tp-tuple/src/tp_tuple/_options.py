@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tp_core.arguments import explain_init
+from tp_core.errors import ConfigError
 
 if TYPE_CHECKING:  # options cost next to nothing
     from tp_tuple._balance import Weights
@@ -28,3 +29,11 @@ class TupleOptions:
     cost: Callable[[Any], float] | None = None
     adapter: str = "auto"
     force_copies: bool = False
+
+    def __post_init__(self) -> None:
+        if self.cost is not None and not callable(self.cost):
+            msg = f"the option cost must be a function of an item, got {self.cost!r:.80}"
+            raise ConfigError(msg)
+        if not isinstance(self.adapter, str):
+            msg = f"TupleOptions(adapter=...) must be a name, such as 'auto', got {self.adapter!r:.80}"
+            raise ConfigError(msg)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tp_core import DeviceSpec, to_device
+from tp_core.arguments import explain_init
 from tp_core.data import Parts
 from tp_core.errors import ConfigError
 from tp_core.replicas import ReplicaWrapper, untraced
@@ -29,6 +30,7 @@ _NEVER_CALLED = {
 }
 
 
+@explain_init
 class TupleParallel(ReplicaWrapper):
     """Wrapper that runs a module on several devices at once; every argument is a tuple of their parts.
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from tp_core import tree_map
 from tp_core.compare import named_tensors
 from tp_core.errors import ConfigError
+from tp_core.messages import closest
 from tp_core.random import seed_torch
 from tp_core.tensors import is_dtensor
 
@@ -224,6 +225,23 @@ class Strategy:
             raise ConfigError(msg)
         (imported,) = function_lines(self._parallelize)
         return [imported, f"model = {self._parallelize.__name__}(model) or model"]
+
+
+def check_strategy(strategy: Strategy) -> None:
+    """Check that a strategy has a way to make a model parallel, before a process is started.
+
+    Raises:
+        ConfigError: It has neither the method nor a function.
+    """
+    kind = type(strategy)
+    if kind.parallelize is not Strategy.parallelize or strategy._parallelize is not None:
+        return
+    hint = ""
+    own = closest("parallelize", vars(kind))
+    if own is not None:
+        hint = f"; it has {own}(), which nobody calls"
+    msg = f"{kind.__name__} has no parallelize(): override it, or give a function in its place{hint}"
+    raise ConfigError(msg)
 
 
 def function_lines(*functions: Any) -> list[str]:

@@ -5,7 +5,7 @@ import math
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.arguments import explain_arguments
 from tp_core.compare import coarsest, idle_lines_in_words, joined_parts, named_tensors
-from tp_core.errors import ConfigError, ModelError, RankFailedError
+from tp_core.data import Parts
+from tp_core.errors import ConfigError, ModelError, RankFailedError, TpError
 from tp_core.random import preserve_rng_state
 from tp_core.ranks import RankPool
 
@@ -33,7 +34,7 @@ from tp_verify._own_batches import OwnBatches, own_batches
 from tp_verify._report import Finding, VerifyReport
 from tp_verify._reproduce import Case, check_reproducible, is_shown, script, smallest
 from tp_verify._rounding import bound_of_sums, farthest, rounded_runs
-from tp_verify._strategy import Step, Strategy, row_count
+from tp_verify._strategy import Step, Strategy, check_strategy, row_count
 from tp_verify._training_task import (
     Followed,
     OneDevice,
@@ -133,14 +134,26 @@ def verify(
     task = TrainingTask(
         build, batches, step, optimizer, micro, max_norm, dtype, generate=generate, seeds=dropout
     )
+    check_strategy(strategy)
     _check(task, strategy, count)
     if dtype is not None:  # which the user's optimizer was not made for
         task = replace(task, make_optimizer=partial(make_with_epsilon, optimizer, least_epsilon(dtype)))
     if reproduce is not None:
         check_reproducible(build, step, batches, strategy)
     with one_thread(), preserve_rng_state():
-        own = own_batches(task) if vary else OwnBatches()
-        runs = _trained(task, own.choices(len(batches)), strategy, ranks, reload_on, timeout_s)
+        own = OwnBatches()
+        try:
+            if vary:
+                own = own_batches(task)
+            runs = _trained(task, own.choices(len(batches)), strategy, ranks, reload_on, timeout_s)
+        except Exception as error:
+            if not isinstance(error, TpError):
+                error.add_note(
+                    f"the step raised it on one device, with the first of {len(batches)} batches, a "
+                    f"{type(batches[0]).__name__}: {_shapes(batches[0])}; batches is a list of whole "
+                    "ones, as batches=[(inputs, targets)]"
+                )
+            raise
         task = replace(runs.task, seeds=0)
         kept = task.dtype or next((p.dtype for p in build_model(task).parameters()), torch.float32)
         # The reference in float64, and one with the roundings of the type in which the ranks compute.
@@ -367,7 +380,8 @@ def _check(task: TrainingTask, strategy: Strategy, count: int) -> None:
     if task.max_norm is not None and not task.max_norm > 0:
         msg = f"max_norm is a number above 0, or None for no clipping, got {task.max_norm!r}"
         raise ConfigError(msg)
-    if not isinstance(task.dtype, torch.dtype | None):
+    is_kind = isinstance(task.dtype, torch.dtype) and task.dtype.is_floating_point
+    if task.dtype is not None and not is_kind:
         msg = f"dtype is one of torch's, as torch.bfloat16, or None for the model's own, got {task.dtype!r}"
         raise ConfigError(msg)
     if not isinstance(task.batches, Sequence) or isinstance(task.batches, str):
@@ -379,6 +393,12 @@ def _check(task: TrainingTask, strategy: Strategy, count: int) -> None:
     for batch in task.batches:
         if next(named_tensors(batch), None) is None:
             msg = f"a batch has tensors, nested as you like, got {type(batch).__name__} without one"
+            raise ConfigError(msg)
+        if _has_parts(batch):
+            msg = (
+                "a batch is in parts, one for each device, as tp_tuple's collate functions return them, and "
+                "whole batches are compared here: give the loader its own collate_fn; the backend cuts them"
+            )
             raise ConfigError(msg)
     for what, number, least in (("ranks", count, 1), ("micro", task.micro, 1), ("dropout", task.seeds, 0)):
         if not isinstance(number, int) or number < least:
@@ -407,6 +427,14 @@ def _check(task: TrainingTask, strategy: Strategy, count: int) -> None:
                 "torch.manual_seed; draw all values with torch, without a generator of your own"
             )
             raise ModelError(msg)
+
+
+def _has_parts(batch: Any) -> bool:
+    if isinstance(batch, Parts):
+        return True
+    if isinstance(batch, Mapping):
+        return any(map(_has_parts, batch.values()))
+    return isinstance(batch, tuple | list) and any(map(_has_parts, batch))
 
 
 def _followed(exact: RunRecord, records: Sequence[RunRecord], task: TrainingTask) -> list[Followed]:

@@ -5,14 +5,14 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.errors import ConfigError, ModelError
-from tp_core.messages import check_installed
+from tp_core.messages import check_installed, those_known
 from tp_core.modules import repeated_blocks
 from tp_core.tensors import is_dtensor
 
@@ -37,6 +37,14 @@ __all__ = [
     "TensorParallel",
     "Transformers",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Refuse a name that is not here, and say which ones are."""
+    msg = f"module {__name__!r} has no attribute {name!r}"
+    if not name.startswith("_"):
+        msg += those_known(name, __all__)
+    raise AttributeError(msg)
 
 
 class DDP(Strategy):

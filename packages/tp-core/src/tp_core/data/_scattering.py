@@ -6,6 +6,7 @@ as there are rows is refused until ``samples`` or ``broadcast`` names it.
 """
 
 import inspect
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
@@ -24,6 +25,7 @@ from tp_core.arguments import as_names
 from tp_core.data._batches import Envelope, split_evenly
 from tp_core.data._rows import is_array, length_along, split_rows
 from tp_core.errors import ConfigError
+from tp_core.messages import those_known
 from tp_core.output import get_logger
 
 log = get_logger("tp_core")
@@ -492,6 +494,29 @@ class Scattering:
                 return True
         return False
 
+    def unmatched(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], function: Callable[..., Any] | None = None
+    ) -> str:
+        """Return a sentence on what ``samples`` or ``broadcast`` names and no argument has; nothing if none.
+
+        Parameters of the function count, too: a later call may give them.
+        """
+        own_names = _parameter_names(function, sys.maxsize)
+        named = replace(self, names=own_names)
+        paths: list[Path] = [(place,) for place in own_names]
+        for key, value in (*enumerate(args), *kwargs.items()):
+            paths += _paths(value, (key,))
+        # What could be meant: parameters, and keys at any depth.
+        known = list(own_names.values())
+        known += [str(path[-1]) for path in paths if isinstance(path[-1], str)]
+        for option in ("samples", "broadcast"):
+            for name in getattr(self, option):
+                if any(named._is_named(path, frozenset({name})) for path in paths):
+                    continue
+                hint = those_known(str(name), list(dict.fromkeys(known))[:_MOST_NAMES])
+                return f"{option} names {name!r}, and no argument is called so, nor a key{hint}"
+        return ""
+
     def _dotted(self, path: Path) -> str:
         first, *rest = path
         if isinstance(first, int):
@@ -552,6 +577,18 @@ def _outermost_list(path: Path) -> Path | None:
     if positions:
         return path[: positions[0]]
     return None
+
+
+_MOST_NAMES = 20  # in a sentence
+
+
+def _paths(value: Any, path: Path) -> Iterator[Path]:
+    """Yield the paths of a value and of all that is in it."""
+    yield path
+    container = _CONTAINERS[type(value)]
+    if container is not None:
+        for key, child in zip(keys_of(value), container.children(value), strict=True):
+            yield from _paths(child, (*path, key))
 
 
 def _parameter_names(function: Callable[..., Any] | None, count: int) -> dict[int, str]:

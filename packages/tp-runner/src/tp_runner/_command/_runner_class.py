@@ -35,7 +35,10 @@ def load_runner(name: str) -> type[OrderedRunner]:
     if callable(named) and not isinstance(named, type):
         work = staticmethod(lambda device, cfg, item: named(item))  # noqa: ARG005 - the runner's protocol
         return type("Run", (OrderedRunner,), {"producer_work": work})
-    msg = f"{name!r} is neither a runner class nor a function, but {named!r}"
+    msg = (
+        f"{name!r} is neither a runner class nor a function, but {named!r}; write a class of "
+        "tp_runner.OrderedRunner with producer_work(device, cfg, data)"
+    )
     raise ConfigError(msg)
 
 

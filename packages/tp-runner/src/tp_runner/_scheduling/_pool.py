@@ -687,4 +687,6 @@ class RunnerPool(Pool):
         self._require_owner()
         if self._is_closing or self._is_dropped:
             msg = "this runner is closed; activate() starts it again"
+            if self._is_dropped:  # perhaps as nobody had the runner any more
+                msg = "this runner is closed; keep it in a variable as long as its streams are read"
             raise RunnerClosedError(msg)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from tp_core.arguments import explain_arguments
 from tp_core.errors import DisagreementError
 
 from tp_shard._groups._group import Group
@@ -28,6 +29,7 @@ class _State:
 state = _State()
 
 
+@explain_arguments("set_debug(True)")
 def set_debug(enabled: bool = True, *, model: nn.Module | None = None) -> None:
     """Turn debug mode on or off: the ranks then compare each collective before they call it.
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 
 from torch import nn
+from tp_core.arguments import explain_arguments
 from tp_core.errors import ConfigError, ModelError
 from tp_core.tensors import check_not_quantized
 
@@ -165,6 +166,7 @@ def _share(module: nn.Module | None, style: Style | None, name: str, p: nn.Param
 # -- The application of a plan to a finished model ------------------------------------------------
 
 
+@explain_arguments("parallelize(model, plan)")
 def parallelize(
     model: nn.Module,
     plan: Plan,

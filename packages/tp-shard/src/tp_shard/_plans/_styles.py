@@ -70,6 +70,7 @@ def _check_heads(style: str, heads: int | None, kv_heads: int | None) -> None:
             raise ConfigError(msg)
 
 
+@_explain_style
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocab:
     """An embedding or a linear head with split classes; tied ones stay tied.
@@ -83,6 +84,7 @@ class Vocab:
     gather_output: bool = False
 
 
+@_explain_style
 @dataclass(frozen=True, slots=True)
 class Sequence:
     """A module on a part of the sequence: a norm, a dropout, an embedding of positions, a list of blocks.
@@ -94,6 +96,7 @@ class Sequence:
     """
 
 
+@_explain_style
 @dataclass(frozen=True, slots=True)
 class Replicated:
     """A module between column and row layers, where each rank has its own heads or features.
@@ -104,6 +107,7 @@ class Replicated:
     """
 
 
+@_explain_style
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Local:
     """An attention around split layers with code that counts heads: it has to count the heads of its rank.
@@ -131,6 +135,7 @@ class Local:
     parameters: tuple[str, ...] = ()
 
 
+@_explain_style
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered:
     """A block that takes whole sequences, in a model that works on parts of them (arXiv:2205.05198).
@@ -149,6 +154,7 @@ class Gathered:
     local: Local | None = None
 
 
+@_explain_style
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
     """Experts with weights that are parameters of one module, of shape (experts, out, in).

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from torch import nn
+from tp_core.arguments import explain_arguments
 from tp_core.errors import ModelError
 
 from tp_shard._shards import ParallelLayer
@@ -64,6 +65,7 @@ class Summary:
         )
 
 
+@explain_arguments("summary(model)")
 def summary(model: nn.Module) -> Summary:
     """Return a table of the layers of a model: their parameters on this rank, and their collectives.
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from tp_core import free_nbytes
+from tp_core.arguments import explain_arguments
 from tp_core.compare import (
     Bound,
     ForwardLines,
@@ -536,6 +537,7 @@ class PlanReport:
         return "\n".join(lines)
 
 
+@explain_arguments("verify(model, plan, batch)")
 def verify(
     model: nn.Module,
     plan: Plan,

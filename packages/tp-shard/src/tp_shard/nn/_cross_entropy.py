@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tp_core.arguments import explain_init
 from tp_core.errors import ConfigError
 
 from tp_shard._groups._collectives import apply, as_output
@@ -552,6 +553,7 @@ def parallel_linear_cross_entropy(
     return loss
 
 
+@explain_init
 class ParallelCrossEntropyLoss(nn.Module):
     """A ``torch.nn.CrossEntropyLoss`` for logits with classes that may be split over ranks.
 

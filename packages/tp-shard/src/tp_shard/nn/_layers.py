@@ -5,6 +5,7 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
+from tp_core.arguments import explain_arguments, explain_init
 from tp_core.errors import ConfigError
 
 from tp_shard._groups._group import Group, GroupLike, as_group
@@ -17,6 +18,7 @@ from tp_shard.nn.functional import linear, padding_row, parallel_embedding
 # -- A linear layer with a weight that is split over ranks ----------------------------------------
 
 
+@explain_init
 @converts_from(nn.Linear)
 class ParallelLinear(ParallelLayer, nn.Linear):
     """A ``torch.nn.Linear`` with a weight that is split over the ranks of a group.
@@ -157,6 +159,7 @@ class ParallelLinear(ParallelLayer, nn.Linear):
         return described
 
     @classmethod
+    @explain_arguments("convert_parallel_linear(model)")
     def convert_parallel_linear(
         cls,
         module: nn.Module,
@@ -241,6 +244,7 @@ def _check_uneven(split: Split, dim: int | None, gather_output: bool, input_is_p
 # -- An embedding with a table that is split over ranks -------------------------------------------
 
 
+@explain_init
 @converts_from(nn.Embedding)
 class ParallelEmbedding(ParallelLayer, nn.Embedding):
     """A ``torch.nn.Embedding`` with a table that is split over the ranks of a group.
@@ -404,6 +408,7 @@ class ParallelEmbedding(ParallelLayer, nn.Embedding):
         return described
 
     @classmethod
+    @explain_arguments("convert_parallel_embedding(model)")
     def convert_parallel_embedding(
         cls,
         module: nn.Module,

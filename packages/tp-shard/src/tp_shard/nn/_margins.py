@@ -8,6 +8,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tp_core.arguments import explain_init
 from tp_core.errors import ConfigError
 
 from tp_shard._groups._collectives import gather_sizes
@@ -390,6 +391,7 @@ def _product_type(x: Tensor, weight: Tensor) -> torch.dtype:
     return x.dtype
 
 
+@explain_init
 class MarginCrossEntropy(ParallelLayer):
     """A head of class centers and its loss with angular margins, for identities, products or words.
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tp_core.arguments import explain_init
 from tp_core.errors import ConfigError, ModelError
 from tp_core.modules import Mixin
 
@@ -201,6 +202,7 @@ def _root(module: nn.Module) -> nn.Module | None:
 # -- Dropout of split features ----------------------------------------------------------------------
 
 
+@explain_init
 class ParallelDropout(nn.Dropout):
     """A dropout of split features: each rank draws its own mask.
 
@@ -432,6 +434,7 @@ class SequenceMixin(Mixin):
 # -- Transformer blocks with split layers: attention with shared key heads, and a gated MLP -------
 
 
+@explain_init
 class ParallelAttention(nn.Module):
     """A self-attention with heads that are split over ranks, and key heads that query heads may share.
 
@@ -528,6 +531,7 @@ class ParallelAttention(nn.Module):
         return output
 
 
+@explain_init
 class ParallelSwiGLU(nn.Module):
     """The gated MLP ``down(silu(gate(x)) * up(x))``, with gate and up in one split layer.
 
