@@ -1991,10 +1991,6 @@ MISTAKES = {
         lambda: tp_dp_gather.DataParallel(model(), TWO, sort_and_gather="no"),
         "sort_and_gather must be True or False, got 'no'; give options by name",
     ),
-    "dp-gather: samples that are not there": (
-        lambda: tp_dp_gather.scatter({"texts": ROWS}, TWO, samples="text"),
-        "samples names 'text', and no argument is called so, nor a key; did you mean 'texts'?",
-    ),
     "dp-gather: names as a number": (
         lambda: tp_dp_gather.GatherOptions(samples=3),
         "samples must be a list of names, got 3",

@@ -258,13 +258,13 @@ def test_options_of_other_wrappers_are_refused_with_what_to_say_instead(options,
 
 
 @pytest.mark.parametrize("option", ["samples", "broadcast"])
-def test_a_name_that_no_argument_has_is_warned_of_once(option):
-    wrapped = DataParallel(nn.Linear(2, 2), D, **{option: ("inputs",)})
-    with pytest.warns(match=f"{option} names 'inputs', and no argument is called so, nor .* 'input'"):
-        wrapped(X)
+def test_a_name_that_no_argument_has_is_warned_of(option):
+    with pytest.warns(match=f"{option} names 'inputs', and no argument is called so.* 'input'"):
+        DataParallel(nn.Linear(2, 2), D, **{option: ("inputs",)})(X)
+    with pytest.warns(match=f"{option} names 'text', .* did you mean 'texts'"):
+        scatter({"x": X, "texts": X}, D, **{option: "text"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        wrapped(X)
         DataParallel(nn.Linear(2, 2), D, **{option: "input"})(X)  # a parameter, also where it is not named
 
 

@@ -3,6 +3,7 @@
 import inspect
 import math
 import os
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from typing import NamedTuple, ParamSpec, TypeVar
@@ -85,16 +86,16 @@ def explain_arguments(
     return decorate
 
 
-def _truths_of(signature: inspect.Signature) -> tuple[tuple[float, str], ...]:
+def _truths_of(signature: inspect.Signature) -> tuple[tuple[int, str], ...]:
     """Return the place and the name of each parameter that is annotated as ``bool``."""
-    truths: list[tuple[float, str]] = []
+    truths: list[tuple[int, str]] = []
     for place, parameter in enumerate(signature.parameters.values()):
         if parameter.annotation not in (bool, "bool"):
             continue
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             truths.append((place, parameter.name))
         elif parameter.kind is parameter.KEYWORD_ONLY:
-            truths.append((math.inf, parameter.name))
+            truths.append((sys.maxsize, parameter.name))
     return tuple(truths)
 
 

@@ -117,8 +117,6 @@ class DataParallel(ReplicaWrapper):
         self.sort_and_gather = sort_and_gather
         self.scattering = Scattering.by_names(samples, broadcast, dim=dim)
         self._unseen = set(keywords)
-        # Whether what `samples` and `broadcast` name was looked for in the arguments of a call.
-        self._has_matched = not (samples or broadcast)
         self._criterion: Replicas | None = None
         self._recorded: list[Sequence[Any]] | None = None
         # Of these, the outputs of calls whose inputs are in no graph: all below them is the module's own.
@@ -208,11 +206,6 @@ class DataParallel(ReplicaWrapper):
     def _scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], function: Callable[..., Any]
     ) -> tuple[list[Arguments], list[int] | None]:
-        if not self._has_matched:
-            self._has_matched = True
-            problem = self.scattering.unmatched(inputs, kwargs, function)
-            if problem:  # a later call may have it
-                warnings.warn(problem, stacklevel=4)
         return self.scattering.arguments(inputs, kwargs, most=len(self.device_ids), function=function)
 
     def _computing_parts(self, count: int) -> AbstractContextManager[None]:
@@ -501,8 +494,7 @@ def scatter(
         most one, larger ones first.
 
     Raises:
-        ConfigError: Tensors have different numbers of rows, or something else is as long; or ``samples`` or
-            ``broadcast`` names what is not there.
+        ConfigError: Tensors have different numbers of rows, or something else is as long.
         DeviceError: ``target_devices`` names a device that this process does not have.
 
     Example:
@@ -511,16 +503,10 @@ def scatter(
     """
     devices = resolve_devices(target_devices)
     scattering = Scattering.by_names(samples, broadcast, dim=dim)
-    problem = scattering.unmatched((), {"inputs": inputs})
-    if problem:
-        raise ConfigError(problem)
-    whole: dict[str | int, Any] = {"inputs": inputs}
-    sizes = scattering.sizes(whole, most=len(devices))
-    if len(sizes) > 1:
-        pieces = scattering.parts(whole, sizes)
-    else:
-        pieces = [whole]
-    return tuple([to_device(piece["inputs"], device) for piece, device in zip(pieces, devices, strict=False)])
+    pieces, _ = scattering.arguments((), {"inputs": inputs}, most=len(devices))
+    return tuple(
+        [to_device(kwargs["inputs"], device) for (_, kwargs), device in zip(pieces, devices, strict=False)]
+    )
 
 
 def gather(outputs: Sequence[Any], target_device: Device, dim: int = 0) -> Any:

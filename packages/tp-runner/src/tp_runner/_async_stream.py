@@ -114,7 +114,7 @@ class AsyncResultStream(AsyncIterator[Any]):
 
     def _begin(self) -> _OpenStream:
         items, loop = self._items, asyncio.get_running_loop()
-        source = items
+        source: Any = items
         # A plain stream has an `__aiter__`, too: one that refuses.
         if isinstance(items, AsyncIterable) and not isinstance(items, ResultStream):
             source = _iterate_async(items, loop)

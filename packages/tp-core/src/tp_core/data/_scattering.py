@@ -7,6 +7,7 @@ as there are rows is refused until ``samples`` or ``broadcast`` names it.
 
 import inspect
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
@@ -302,6 +303,7 @@ class Scattering:
             # Signatures are slow to read, and only options and errors need the names of arguments.
             with suppress(ConfigError):
                 return self._arguments(args, kwargs, most)
+        self._warn_of_unmatched(args, kwargs, function)
         named = replace(self, names=_parameter_names(function, len(args)))
         return named._arguments(args, kwargs, most)
 
@@ -494,28 +496,31 @@ class Scattering:
                 return True
         return False
 
-    def unmatched(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], function: Callable[..., Any] | None = None
-    ) -> str:
-        """Return a sentence on what ``samples`` or ``broadcast`` names and no argument has; nothing if none.
+    def _warn_of_unmatched(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], function: Callable[..., Any] | None
+    ) -> None:
+        """Warn of what ``samples`` or ``broadcast`` names and no argument has; a later call may have it."""
+        parameters = _parameter_names(function, sys.maxsize)
+        named = replace(self, names=parameters)
+        values: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items()]
 
-        Parameters of the function count, too: a later call may give them.
-        """
-        own_names = _parameter_names(function, sys.maxsize)
-        named = replace(self, names=own_names)
-        paths: list[Path] = [(place,) for place in own_names]
-        for key, value in (*enumerate(args), *kwargs.items()):
-            paths += _paths(value, (key,))
-        # What could be meant: parameters, and keys at any depth.
-        known = list(own_names.values())
-        known += [str(path[-1]) for path in paths if isinstance(path[-1], str)]
+        def paths() -> Iterator[Path]:
+            yield from ((place,) for place in parameters)
+            for key, value in values:
+                yield from _paths(value, (key,))
+
         for option in ("samples", "broadcast"):
             for name in getattr(self, option):
-                if any(named._is_named(path, frozenset({name})) for path in paths):
+                # Most name a parameter: then no value is gone through.
+                if any(named._is_named(path, frozenset({name})) for path in paths()):
                     continue
+                known = [
+                    *parameters.values(),
+                    *(str(path[-1]) for path in paths() if isinstance(path[-1], str)),
+                ]
                 hint = those_known(str(name), list(dict.fromkeys(known))[:_MOST_NAMES])
-                return f"{option} names {name!r}, and no argument is called so, nor a key{hint}"
-        return ""
+                problem = f"{option} names {name!r}, and no argument is called so, nor a key{hint}"
+                warnings.warn(problem, stacklevel=5)
 
     def _dotted(self, path: Path) -> str:
         first, *rest = path
