@@ -412,3 +412,32 @@ def test_a_missing_loader_and_a_missing_folder_are_named():
     with pytest.raises(ConfigError, match="needs a run's folder"):
         make().test(tested, batches(), ckpt_path="best")
     assert make().test(tested, batches(), verbose=False) == [{"x": 1.0}]
+
+
+class _Plain(nn.Linear):
+    """A module with what training needs, and no validation."""
+
+    def __init__(self, logged=0.0):
+        super().__init__(3, 1)
+        self.logged = logged
+
+    def training_step(self, batch, batch_idx):
+        self.log("number", self.logged)
+        return self(batch).mean()
+
+    def configure_optimizers(self):
+        return SGD(self.parameters(), lr=0.1)
+
+
+def _quick():
+    return Trainer(max_epochs=1, accelerator="cpu", enable_progress_bar=False)
+
+
+def test_a_loader_that_nothing_validates_with_is_warned_of():
+    with pytest.warns(match=r"_Plain has no validation_step\(\): nothing is validated; write it, or leave"):
+        _quick().fit(_Plain(), DataLoader(torch.ones(4, 3)), DataLoader(torch.ones(4, 3)))
+
+
+def test_a_text_cannot_be_logged():
+    with pytest.raises(ConfigError, match=r"log\('number'\) takes a number, a tensor or a metric, got 'x'"):
+        _quick().fit(_Plain("x"), DataLoader(torch.ones(4, 3)))

@@ -234,7 +234,9 @@ def check_strategy(strategy: Strategy) -> None:
         ConfigError: It has neither the method nor a function.
     """
     kind = type(strategy)
-    if kind.parallelize is not Strategy.parallelize or strategy._parallelize is not None:
+    is_own = kind.parallelize is not Strategy.parallelize or strategy._parallelize is not None
+    # `prepare` calls parallelize(): one that is overridden need not.
+    if is_own or kind.prepare is not Strategy.prepare:
         return
     hint = ""
     own = closest("parallelize", vars(kind))
