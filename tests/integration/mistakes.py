@@ -2115,6 +2115,10 @@ MISTAKES = {
         lambda: list(DataLoader(samples(), batch_size=2)),
         "write for batch in Loader(stream, 32), also in place of torch's DataLoader",
     ),
+    "data: a transform that returns nothing": (
+        lambda: list(tp_data.Loader(samples(transform=lambda sample: None), 4)),
+        "the sample is None; let the transform, or the source, return a value",
+    ),
     "data: a stream of a stream": (
         lambda: tp_data.Stream(samples()),
         "a source has samples, and a Stream is made of sources; give them in a dict, by name",

@@ -202,7 +202,15 @@ class _TaskDataset(Dataset[_LoadResult]):
                     "folder of its own: Loader(costs=folder)"
                 )
                 raise LoaderError(msg)
-        batch = self._batcher.collate(task.rows, samples)
+        try:
+            batch = self._batcher.collate(task.rows, samples)
+        except TypeError as error:
+            for position, sample in samples.items():
+                if sample is None:
+                    where = self._stream.place(position, epoch=task.epoch).where
+                    msg = f"{where}: the sample is None; let the transform, or the source, return a value"
+                    raise LoaderError(msg) from error
+            raise
         return _LoadResult(batch, self._batcher.measure(batch), skipped, seeds)
 
     def _cost(self, position: int, sample: Any, epoch: int) -> int:
