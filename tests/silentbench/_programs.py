@@ -25,6 +25,7 @@ class Program:
         right: The right value.
         place: A pattern of what names the true place of the fault.
         runs: "torch" where torch's own code has the fault, else "re-made".
+        folder: Where its file is.
     """
 
     name: str
@@ -35,14 +36,15 @@ class Program:
     right: str
     place: str
     runs: str = "re-made"
+    folder: str = "programs"
 
     @property
     def file(self) -> Path:
-        return FOLDER / "programs" / f"{self.name}.py"
+        return FOLDER / self.folder / f"{self.name}.py"
 
     @property
     def module(self) -> ModuleType:
-        return importlib.import_module(f"tests.silentbench.programs.{self.name}")
+        return importlib.import_module(f"tests.silentbench.{self.folder}.{self.name}")
 
     @property
     def wrong(self) -> str:
@@ -61,3 +63,9 @@ def programs() -> list[Program]:
     """Return all programs, in the order of their kinds."""
     reports = tomllib.loads((FOLDER / "reports.toml").read_text(encoding="utf-8"))
     return [Program(name, **report) for name, report in reports.items()]
+
+
+def blind_programs() -> list[Program]:
+    """Return the programs that were written, and kept as they were, before any judge had seen them."""
+    reports = tomllib.loads((FOLDER / "blind.toml").read_text(encoding="utf-8"))
+    return [Program(name, **report, folder="blind") for name, report in reports.items()]

@@ -46,7 +46,7 @@ def curve_of_one_device(program: Program, steps: int = STEPS) -> Curve:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case["max_norm"])
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return Curve(losses, dict(_state(model)))
 
 
@@ -134,6 +134,23 @@ def _losses(program: Program, right: bool) -> list[float]:
         share = strategy.share(_batch(program, 0, right=right))
         losses.append(float(strategy.backward(model, case["step"], [share])))
     return losses
+
+
+def masks_of_ranks(program: Program, pool: RankPool, *, right: bool, name: str) -> list[list[bool]]:
+    """Return which elements of the first batch a dropout layer drops on each rank."""
+    return pool.run(_drop, program, right, name)
+
+
+def _drop(program: Program, right: bool, name: str) -> list[bool]:
+    join()
+    case = program.case(right=right)
+    model, _ = _prepared(case)
+    masks: list[bool] = []
+    layer = model.get_submodule(name)
+    layer.register_forward_hook(lambda module, inputs, y: masks.extend((y == 0).flatten().tolist()))
+    case["parallel"].seed(0)
+    model(case["parallel"].share(_batch(program, 0, right=right)))
+    return masks
 
 
 def _train(program: Program, right: bool, steps: int, folder: str) -> Curve:

@@ -8,16 +8,19 @@ from tp_core.ranks import RankPool
 
 from tests.silentbench.__main__ import FILE, OWN, TYPES, outcome, word
 from tests.silentbench._judges import by_counts, by_logs, by_types, by_verify
-from tests.silentbench._programs import FOLDER, RANKS, programs
+from tests.silentbench._programs import FOLDER, RANKS, blind_programs, programs
 from tests.silentbench._runs import (
     apart,
     curve_of_one_device,
     curve_of_ranks,
     losses_of_seeds,
+    masks_of_ranks,
     numbers_of_ranks,
 )
+from tests.silentbench.pinned.__main__ import pinned
 
 PROGRAMS = programs()
+BLIND = blind_programs()
 KINDS = {
     *("reductions", "means", "scales", "clipping", "RNG", "dropout", "masks", "positions", "buffers", "ties"),
     *("states at save and load", "order of data", "schedules", "precision", "routing", "aux losses"),
@@ -44,10 +47,11 @@ def ranks():
         yield pool
 
 
-def test_each_program_has_a_record_of_a_known_kind():
-    assert {file.stem for file in (FOLDER / "programs").glob("*.py")} == {one.name for one in PROGRAMS}
-    assert {one.kind for one in PROGRAMS} == KINDS
-    for one in PROGRAMS:
+@pytest.mark.parametrize("tried", [PROGRAMS, BLIND], ids=["programs", "blind"])
+def test_each_program_has_a_record_of_a_known_kind(tried):
+    assert set((FOLDER / tried[0].folder).glob("*.py")) == {one.file for one in tried}
+    assert {one.kind for one in tried} == KINDS
+    for one in tried:
         assert re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", one.report), one.name
         assert one.runs in ("re-made", "torch"), one.name
         assert one.lines() <= 60, one.name
@@ -76,6 +80,28 @@ def test_the_faulty_form_alone_trains_what_one_device_does_not(program, ranks):
     one = curve_of_one_device(program, steps=20)
     assert apart(one, curve_of_ranks(program, ranks, right=True, steps=20)) < 1e-7
     assert apart(one, curve_of_ranks(program, ranks, right=False, steps=20)) > 1e-6
+
+
+def test_a_blind_program_is_of_a_report_that_no_other_has():
+    for key in ("report", "name"):
+        known = [getattr(one, key) for one in (*PROGRAMS, *pinned())]
+        blind = {getattr(one, key) for one in BLIND}
+        assert len(blind) == len(BLIND)
+        assert not blind & set(known)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", BLIND, ids=lambda one: one.name)
+def test_a_fault_of_a_blind_program_is_in_its_faulty_form_alone(program, ranks):
+    if program.name == "heads_share_masks":  # one device draws other masks than ranks
+        for right in (True, False):
+            one, other = masks_of_ranks(program, ranks, right=right, name="of_heads")
+            assert (one == other) != right
+        return
+    resumed = "reload_on" in program.case(right=True)
+    one = curve_of_one_device(program, steps=6)
+    assert apart(one, curve_of_ranks(program, ranks, right=True, steps=6, resumed=resumed)) < 1e-7
+    assert apart(one, curve_of_ranks(program, ranks, right=False, steps=6, resumed=resumed)) > 1e-6
 
 
 @pytest.mark.nightly
