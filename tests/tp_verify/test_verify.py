@@ -389,6 +389,76 @@ class LosesStates(strategies.DDP):
         optimizer.state.clear()
 
 
+def halving(model):
+    """Make an optimizer whose rate halves at each step of it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: 0.5**steps)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    return optimizer
+
+
+class LosesSchedule(strategies.DDP):
+    """Halves the rate itself, by a number of steps that no checkpoint has."""
+
+    def prepare(self, model, make):
+        self.steps, model = 0, self.parallelize(model)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def update(self, model, optimizer):
+        super().update(model, optimizer)
+        self.steps += 1
+        optimizer.param_groups[0]["lr"] = 0.1 * 0.5**self.steps
+
+
+class SavesSchedule(LosesSchedule):
+    def save(self, model, optimizer, folder):
+        super().save(model, optimizer, folder)
+        (Path(folder) / "steps").write_text(str(self.steps))
+
+    def load(self, model, optimizer, folder):
+        super().load(model, optimizer, folder)
+        self.steps = int((Path(folder) / "steps").read_text())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said", "not_covered"),
+    [
+        (LosesSchedule(), r"the learning rates after loading: rank 0 continues with 0\.05 for .* with 0", ""),
+        (SavesSchedule(), "None", ""),
+        (strategies.DDP(), "None", "the learning rates after loading: the scheduler is hooked into"),
+    ],
+    ids=["lost", "saved", "hooked into the optimizer"],
+)
+def test_a_schedule_continues_where_the_checkpoint_was_saved(strategy, said, not_covered, ranks):
+    options = {"step": m.step, "ranks": ranks, "reload_on": ranks, "optimizer": halving, "vary": False}
+    report = verify(m.build, m.EVEN, parallel=strategy, **options)
+    assert re.match(said, str(report.finding)), str(report)
+    assert not_covered in str(report)
+
+
+class CannotEvaluate(strategies.DDP):
+    def evaluate(self, model, step, share):
+        raise RuntimeError("no evaluation here")
+
+
+class HalvedWithoutEvaluation(CannotEvaluate):
+    def backward(self, model, step, parts):
+        return super().backward(model, lambda *args: {"loss": step(*args)["loss"] / 2, "weight": 1}, parts)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [(CannotEvaluate(), "None"), (HalvedWithoutEvaluation(), "step 1: the loss")],
+    ids=["right", "wrong"],
+)
+def test_a_training_is_compared_where_ranks_cannot_evaluate(strategy, said, ranks):
+    report = verify(m.build, m.EVEN[:1], parallel=strategy, step=m.step, ranks=ranks, vary=False)
+    assert re.match(said, str(report.finding)), str(report)
+    assert (
+        "evaluation: ranks raise RuntimeError: no evaluation here; override evaluate()" in report.not_covered
+    )
+
+
 class SameMasks(strategies.DDP):
     def seed(self, number):
         torch.manual_seed(number)

@@ -21,11 +21,12 @@ from tp_core.compare import (
 from tp_verify._compare import RunComparison
 from tp_verify._dropout_masks import DropoutCall, draw_the_same
 from tp_verify._report import Finding
-from tp_verify._training_task import RunRecord, StepRecord
+from tp_verify._training_task import Loaded, RunRecord, StepRecord
 
 # How far activations may be apart, as a share of their norm, that are meant to be the same: they are of ranks
 # that have trained, in any type.
 _NEAR = 0.1
+_NEXT_RATES = "the learning rates after loading"
 _DEVIATIONS = 5.0  # how far statistics of as many seeds may be apart: by chance once in a million
 
 
@@ -85,6 +86,30 @@ def compare_generators(comparison: RunComparison, loaded: Sequence[Mapping[str, 
         comparison.count("states of random numbers", restored)
     else:
         comparison.unknown["random numbers"] = "loading restores none"
+    return None
+
+
+def compare_next_rates(comparison: RunComparison, loaded: Sequence[Loaded]) -> Finding | None:
+    """Compare the learning rates one step after loading with those of ranks that have trained on."""
+    steps = comparison.exact.steps
+    if not loaded:
+        return None
+    if len(loaded) != len(comparison.ranks):
+        if steps[0].rates != steps[-1].rates:
+            comparison.unknown[_NEXT_RATES] = "as many ranks have to load as have saved"
+        return None
+    for rank, (saved, one) in enumerate(zip(comparison.ranks, loaded, strict=True)):
+        for name, rate in saved.next_rates.items():
+            mine = one.next_rates.get(name, rate)
+            if math.isclose(mine, rate, rel_tol=1e-6):  # as of rates before each step
+                continue
+            if one.makes:
+                # Not the strategy's: its checkpoint cannot have a scheduler that it does not know.
+                comparison.unknown[_NEXT_RATES] = "the scheduler is hooked into `optimizer`, and made anew"
+                return None
+            said = f"rank {rank} continues with {mine:.6g} for {name}, without a stop with {rate:.6g}"
+            return Finding(_NEXT_RATES, "", 0, said)
+    comparison.count(_NEXT_RATES, len(comparison.ranks[0].next_rates))
     return None
 
 

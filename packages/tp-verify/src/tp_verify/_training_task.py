@@ -64,7 +64,8 @@ class StepRecord:
 class RunRecord:
     """What one process has seen of a training, and afterwards: ``draws`` are losses and weights by seed.
 
-    Evaluations have the numbers of their batches. On one device ``idle_lines`` are the lines of the modules'
+    Evaluations have the numbers of their batches. ``next_rates`` are the learning rates after one more step
+    that follows the checkpoint. On one device ``idle_lines`` are the lines of the modules'
     own forward that did not run, and ``dtypes`` the types in which it computed. ``generators`` are the states
     of random numbers that a checkpoint could save. Of dropout there are the tensors that it drops from, the
     ``masks`` of the first seeds, and the modules whose masks the backward pass draws otherwise.
@@ -79,9 +80,26 @@ class RunRecord:
     idle_lines: tuple[str, ...] = ()
     dtypes: frozenset[torch.dtype] = frozenset()
     generators: dict[str, str] = field(default_factory=dict)
+    next_rates: dict[str, float] = field(default_factory=dict)
     dropped_from: dict[DropoutCall, Tensor] = field(default_factory=dict)
     masks: list[dict[DropoutCall, Tensor]] = field(default_factory=list)
     redrawn: list[str] = field(default_factory=list)
+
+
+class Loaded(NamedTuple):
+    """What a process holds once it has loaded a checkpoint.
+
+    Attributes:
+        state: Weights, the optimizer's state and buffers.
+        generators: The states of its random numbers.
+        next_rates: The learning rates after one more step; empty where it makes none.
+        makes: Whether its optimizer is the user's, with the scheduler that is hooked into it.
+    """
+
+    state: StepRecord
+    generators: dict[str, str]
+    next_rates: dict[str, float]
+    makes: bool
 
 
 class Followed(NamedTuple):
@@ -101,6 +119,8 @@ class TrainingTask:
         own: How many batches, the last ones, are not the user's.
         seeds: The number of seeds with which the first batch's loss is drawn afterwards.
         folder: Where a checkpoint is saved, or loaded; empty for none.
+        continues: Whether one more step follows what is saved, and what is loaded.
+        evaluates: Whether an evaluation follows the training.
         nudge: The type of one more rounding of what modules return, for a reference that shows how far
             roundings grow; ``None`` for none.
         nudge_seed: Which of the numbers it rounds.
@@ -118,6 +138,8 @@ class TrainingTask:
     own: int = 0
     seeds: int = 0
     folder: str = ""
+    continues: bool = False
+    evaluates: bool = True
     nudge: torch.dtype | None = None
     nudge_seed: int = 0
 
@@ -217,8 +239,10 @@ def run_task(task: TrainingTask, strategy: Strategy, *, seed: int = 0) -> RunRec
             seen = _one_step(task, strategy, model, optimizer, cast(batch, task.dtype), followed, watching)
             record.steps.append(seen)
         model.eval()
-        evaluated = [0]
-        if task.own:
+        evaluated = []
+        if task.evaluates:
+            evaluated.append(0)
+        if task.evaluates and task.own:
             evaluated.append(len(task.batches) - task.own)
         for number in evaluated:
             seen = StepRecord()
@@ -240,6 +264,8 @@ def run_task(task: TrainingTask, strategy: Strategy, *, seed: int = 0) -> RunRec
         strategy.save(model, optimizer, task.folder)
     if task.seeds:
         _record_draws(record, task, strategy, model)
+    if task.continues:  # the last of all: it changes the weights
+        record.next_rates = _next_rates(task, strategy, model, optimizer)
     strategy.close()
     return record
 
@@ -255,16 +281,37 @@ def draw_task(task: TrainingTask, weights: dict[str, Tensor], buffers: dict[str,
     return record
 
 
-def load_task(task: TrainingTask, strategy: Strategy) -> tuple[StepRecord, dict[str, str]]:
+def load_task(task: TrainingTask, strategy: Strategy) -> Loaded:
     """Load the checkpoint into a new model, and return what it and the generators hold then."""
-    model, optimizer = strategy.prepare(build_model(task), task.make_optimizer)
+    made: list[Optimizer] = []
+
+    def make(model: nn.Module) -> Optimizer:
+        made.append(task.make_optimizer(model))
+        return made[-1]
+
+    model, optimizer = strategy.prepare(build_model(task), make)
     seed_everything(_UNSAVED_SEED)
     strategy.load(model, optimizer, task.folder)
     generators = _generators()
     seen = StepRecord()
     _record_state(seen, strategy, model, optimizer)
+    rates = {}
+    if task.continues:
+        rates = _next_rates(task, strategy, model, optimizer)
     strategy.close()
-    return seen, generators
+    return Loaded(seen, generators, rates, makes=bool(made))
+
+
+def _next_rates(
+    task: TrainingTask, strategy: Strategy, model: nn.Module, optimizer: Optimizer
+) -> dict[str, float]:
+    """Train one more step, and return the learning rates of the one that would follow.
+
+    A checkpoint of the optimizer has its rates. What the scheduler makes of them shows only after its step.
+    """
+    model.train()
+    _one_step(task, strategy, model, optimizer, cast(task.batches[0], task.dtype), None, nullcontext())
+    return _rates(strategy, model, optimizer)
 
 
 def _seed_generators(strategy: Strategy) -> None:

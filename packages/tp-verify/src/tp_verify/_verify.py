@@ -28,6 +28,7 @@ from tp_verify._after import (
     compare_generators,
     compare_loaded,
     compare_masks,
+    compare_next_rates,
 )
 from tp_verify._compare import RunComparison
 from tp_verify._own_batches import OwnBatches, own_batches
@@ -37,9 +38,9 @@ from tp_verify._rounding import bound_of_sums, farthest, rounded_runs
 from tp_verify._strategy import Step, Strategy, check_strategy, row_count
 from tp_verify._training_task import (
     Followed,
+    Loaded,
     OneDevice,
     RunRecord,
-    StepRecord,
     TrainingTask,
     build_model,
     draw_task,
@@ -102,7 +103,8 @@ def verify(
             runs after the training, on the first batch.
         reload_on: The number of processes that load the checkpoint of the trained model, or a pool of them.
             Weights, states and buffers have to be equal bit by bit. Where as many load, ranks continue with
-            their own random numbers, or the checkpoint has none.
+            their own random numbers, or the checkpoint has none, and with the learning rates of ranks that
+            did not stop.
         dropout: The number of seeds with which the loss is drawn with dropout: its mean and variance are
             compared, whether ranks draw the same masks, and whether what is computed again has the masks of
             the forward pass. 100 show what is worth a training.
@@ -173,7 +175,10 @@ def verify(
             drawn = draw_task(drawing, _last(runs, "weights"), _last(runs, "buffers"))
     # Of the follower too: under autocast, float64 stays float64, and float32 does not.
     bound = bound_of_sums([kept, *exact.dtypes, *near.dtypes], count * micro)
-    comparison = RunComparison(exact, near, runs.records, bound, {}, {}, strategy.reorders)
+    unknown = {}
+    if runs.not_evaluated:
+        unknown["evaluation"] = f"{runs.not_evaluated}; override evaluate()"
+    comparison = RunComparison(exact, near, runs.records, bound, {}, dict(unknown), strategy.reorders)
     finding = comparison.first()
     if finding is not None and finding.what in _UPDATED and computed == torch.float64:
         # A gradient that is rounding alone, as of a bias before a norm layer: Adam makes a step of it, on
@@ -181,13 +186,14 @@ def verify(
         follower = replace(task, dtype=torch.float64, micro=1, follow=_followed(exact, runs.records, task))
         with one_thread(), preserve_rng_state():
             exact = near = run_task(follower, OneDevice())
-        comparison = RunComparison(exact, near, runs.records, bound, {}, {}, strategy.reorders)
+        comparison = RunComparison(exact, near, runs.records, bound, {}, dict(unknown), strategy.reorders)
         finding = comparison.first()
     finding = (
         finding
         or compare_generated(comparison)
-        or compare_loaded(comparison, [seen for seen, _ in runs.loaded])
-        or compare_generators(comparison, [generators for _, generators in runs.loaded])
+        or compare_loaded(comparison, [one.state for one in runs.loaded])
+        or compare_generators(comparison, [one.generators for one in runs.loaded])
+        or compare_next_rates(comparison, runs.loaded)
         or compare_masks(comparison, drawn)
         or compare_draws(comparison, drawn.draws)
     )
@@ -260,13 +266,15 @@ class _Runs:
         records: Those of the ranks.
         loaded: What they loaded, and the states of their generators.
         refused: A batch that the ranks did not take, and why; may be empty.
+        not_evaluated: Why there is no evaluation; may be empty.
     """
 
     task: TrainingTask
     exact: RunRecord
     records: list[RunRecord]
-    loaded: list[tuple[StepRecord, dict[str, str]]]
+    loaded: list[Loaded]
     refused: str = ""
+    not_evaluated: str = ""
 
 
 def _last(runs: _Runs, kind: str) -> dict[str, Tensor]:
@@ -276,6 +284,7 @@ def _last(runs: _Runs, kind: str) -> dict[str, Tensor]:
 
 
 _UPDATED = ("the change of the weight", "the optimizer's state")
+_EVALUATING = ", in evaluate\n"  # of a traceback of Strategy.evaluate
 _UNKNOWN = "batches of its own: the plain model takes none of those that are made from your first one"
 
 
@@ -296,6 +305,11 @@ def _trained(
     try:
         return _on_ranks(tried, exact, strategy, ranks, reload_on, timeout_s)
     except RankFailedError as error:
+        if task.evaluates and _EVALUATING in str(error):
+            # The training may be wrong all the same, or right.
+            trained = replace(task, evaluates=False)
+            runs = _trained(trained, choices, strategy, ranks, reload_on, timeout_s)
+            return replace(runs, not_evaluated=f"ranks {_reason(error)}")
         if not fewer:
             raise
         if isinstance(ranks, int):
@@ -305,12 +319,17 @@ def _trained(
         if time.monotonic() - began > limit:
             # Ranks waited until the deadline. If they do so on the user's batches, too, it is said next.
             fewer = fewer[-1:]
-        said = str(error).strip().splitlines()
-        reason = f"raise {said[-1]}"
-        if said[0].endswith("at the deadline"):  # stacks follow
-            reason = "do not end"
+        reason = _reason(error)
     runs = _trained(task, fewer, strategy, ranks, reload_on, timeout_s)
     return replace(runs, refused=f"a batch of its own, {_shapes(made[0])}: ranks {reason}")
+
+
+def _reason(error: RankFailedError) -> str:
+    """Return in words what ranks do: raise, or not end."""
+    said = str(error).strip().splitlines()
+    if said[0].endswith("at the deadline"):  # stacks follow
+        return "do not end"
+    return f"raise {said[-1]}"
 
 
 def _on_ranks(
@@ -324,7 +343,7 @@ def _on_ranks(
     if reload_on is None:
         return _Runs(task, exact, _on_pool(ranks, timeout_s, run_task, task, strategy), [])
     with tempfile.TemporaryDirectory(prefix="tp-verify-") as folder:
-        saving = replace(task, folder=folder)
+        saving = replace(task, folder=folder, continues=_count_of(ranks) == _count_of(reload_on))
         records = _on_pool(ranks, timeout_s, run_task, saving, strategy)
         return _Runs(task, exact, records, _on_pool(reload_on, timeout_s, load_task, saving, strategy))
 
