@@ -2,7 +2,8 @@
 
 ``--only NAME`` tries one program, and prints what each judge says; without it, all are tried, and the figures
 and the table that the documents quote are written, program by program. ``--judge`` leaves out the others, and
-keeps what they have said.
+keeps what they have said. ``--blind`` has `tp verify` judge the programs of the blind test, and keeps what it
+said of them at first.
 """
 
 import argparse
@@ -19,11 +20,12 @@ from tp_core.ranks import RankPool
 
 from tests.bench._results import FOLDER, machine, versions
 from tests.silentbench._judges import JUDGES, Outcome, by_verify
-from tests.silentbench._programs import RANKS, Program, programs
+from tests.silentbench._programs import RANKS, Program, blind_programs, programs
 from tests.silentbench._runs import curve_of_one_device
 from tests.silentbench._types import FUNCTIONS
 
 FILE = FOLDER / "silentbench.json"
+BLIND_FILE = FOLDER / "silentbench-blind.json"
 OWN = "its own"  # the type that a program asks for: float64, or float32 where its fault is one of precision
 LOOP = len(inspect.getsource(curve_of_one_device).splitlines()) - 2  # without its name and docstring
 TYPES = {OWN: None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -108,20 +110,29 @@ def table(tried: list[Program], found: dict[str, dict[str, Any]]) -> str:
     ]
     for program in tried:
         facts = found[program.name]
-        named = "not tried"
+        place = "not tried"
         if "tp verify" in facts:
             said = facts["tp verify"][OWN]
-            named = f"`{said['said'].partition(': it ')[0]}`" if said["found"] else "nothing"
-            if said["found"] and not said["placed"]:
-                named += ", another place"
-            named += f", {said['seconds']:.1f} s"
+            place = f"{named(said)}, {said['seconds']:.1f} s"
         seen = [cell(facts[name][OWN]) if name in facts else "not tried" for name in others]
-        number = program.report.rpartition("/")[2]
-        link = f"[{program.project} {number}]({program.report})"
-        rows.append(
-            f"| `{program.name}`, {program.kind} | {link} | {named} | {' | '.join(seen)} | {facts['lines']} |"
-        )
+        cells = [f"`{program.name}`, {program.kind}", link(program), place, *seen, str(facts["lines"])]
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def link(program: Program) -> str:
+    """Return the report of a program, in Markdown."""
+    return f"[{program.project} {program.report.rpartition('/')[2]}]({program.report})"
+
+
+def named(said: dict[str, Any]) -> str:
+    """Return what a judge names in the faulty form, in Markdown."""
+    if "raised" in said:
+        return f"an error: `{said['raised']}`"
+    if not said["found"]:
+        return "nothing"
+    place = f"`{said['said'].partition(': it ')[0]}`"
+    return place if said["placed"] else f"{place}, another place"
 
 
 def word(said: dict[str, Any]) -> str:
@@ -152,14 +163,64 @@ def write(found: dict[str, dict[str, Any]]) -> None:
     FILE.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
+def blind_figures(found: dict[str, dict[str, Any]]) -> dict[str, int]:
+    """Return the sums over the programs of the blind test, at first and now."""
+    sums = {"programs": len(found), "kinds": len({one["kind"] for one in found.values()})}
+    sums["projects"] = len({one.project for one in blind_programs()})
+    for when in ("first", "now"):
+        said = [one[when] for one in found.values()]
+        sums[f"{when}, found"] = sum(one["found"] for one in said)
+        sums[f"{when}, placed"] = sum(one["placed"] for one in said)
+        sums[f"{when}, false alarms"] = sum(bool(one["false alarm"]) for one in said)
+        sums[f"{when}, errors"] = sum("raised" in one for one in said)
+    return sums
+
+
+def blind_table(tried: list[Program], found: dict[str, dict[str, Any]]) -> str:
+    """Return one row for each program of the blind test, in Markdown."""
+    rows = ["| program | report | at first | after mending | lines |", "|---|---|---|---|---|"]
+    for program in tried:
+        facts = found[program.name]
+        first, now = named(facts["first"]), named(facts["now"])
+        cells = [f"`{program.name}`, {program.kind}", link(program), first, "the same", str(facts["lines"])]
+        if now != first:
+            cells[3] = now
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def judge_blind(only: str | None) -> None:
+    """Have `tp verify` judge the programs of the blind test; what it said at first stays in the file."""
+    known = json.loads(BLIND_FILE.read_text(encoding="utf-8"))
+    tried = blind_programs()
+    with RankPool(RANKS, timeout_s=600) as pool:
+        for program in tried:
+            if only not in (None, program.name):
+                continue
+            forms = [by_verify(program, pool, right=right) for right in (False, True)]
+            facts = known["programs"][program.name]
+            facts |= {"kind": program.kind, "lines": program.lines(), "now": outcome(*forms)}
+            print(f"{program.name}: {facts['now']}", flush=True)
+    if only is None:
+        known |= {"measured": date.today().isoformat(), "machine": machine(), "versions": versions()}
+        known["figures"] = blind_figures(known["programs"])
+        known["table"] = blind_table(tried, known["programs"])
+        BLIND_FILE.write_text(json.dumps(known, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.silentbench")
     parser.add_argument("--only", metavar="NAME", help="try this program")
     parser.add_argument("--judge", choices=JUDGES, help="ask this judge")
+    parser.add_argument("--blind", action="store_true", help="try the programs of the blind test")
     chosen = parser.parse_args()
-    tried = [one for one in programs() if chosen.only in (None, one.name)]
+    known = blind_programs() if chosen.blind else programs()
+    tried = [one for one in known if chosen.only in (None, one.name)]
     if not tried:
         parser.error(f"there is no program {chosen.only!r}")
+    if chosen.blind:
+        judge_blind(chosen.only)
+        return
     judges = [chosen.judge] if chosen.judge else list(JUDGES)
     found: dict[str, dict[str, Any]] = {}
     if chosen.judge and FILE.exists():  # what others have said stays

@@ -6,7 +6,7 @@ import re
 import pytest
 from tp_core.ranks import RankPool
 
-from tests.silentbench.__main__ import FILE, OWN, TYPES, outcome, word
+from tests.silentbench.__main__ import BLIND_FILE, FILE, OWN, TYPES, blind_figures, outcome, word
 from tests.silentbench._judges import by_counts, by_logs, by_types, by_verify
 from tests.silentbench._programs import FOLDER, RANKS, blind_programs, programs
 from tests.silentbench._runs import (
@@ -102,6 +102,24 @@ def test_a_fault_of_a_blind_program_is_in_its_faulty_form_alone(program, ranks):
     one = curve_of_one_device(program, steps=6)
     assert apart(one, curve_of_ranks(program, ranks, right=True, steps=6, resumed=resumed)) < 1e-7
     assert apart(one, curve_of_ranks(program, ranks, right=False, steps=6, resumed=resumed)) > 1e-6
+
+
+def test_what_was_found_at_first_in_the_blind_test_stays_as_it_was():
+    known = json.loads(BLIND_FILE.read_text(encoding="utf-8"))
+    assert [*known["programs"]] == [one.name for one in BLIND]
+    assert known["figures"] == blind_figures(known["programs"])
+    first = {key: known["figures"][f"first, {key}"] for key in ("found", "placed", "false alarms", "errors")}
+    assert first == {"found": 22, "placed": 20, "false alarms": 0, "errors": 1}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("program", BLIND, ids=lambda one: one.name)
+def test_the_table_of_the_blind_test_says_what_is_found_now(program, ranks):
+    known = json.loads(BLIND_FILE.read_text(encoding="utf-8"))["programs"][program.name]["now"]
+    faulty = by_verify(program, ranks, right=False)
+    assert (faulty.found, faulty.is_placed) == (known["found"], known["placed"]), faulty.said
+    right = by_verify(program, ranks, right=True)
+    assert not right.found, right.said
 
 
 @pytest.mark.nightly
