@@ -436,6 +436,38 @@ def test_a_schedule_continues_where_the_checkpoint_was_saved(strategy, said, not
     assert not_covered in str(report)
 
 
+class CannotTrainOn(strategies.DDP):
+    is_loaded = False
+
+    def load(self, model, optimizer, folder):
+        super().load(model, optimizer, folder)
+        self.is_loaded = True
+
+    def backward(self, model, step, parts):
+        if self.is_loaded:
+            raise RuntimeError("no training here")
+        return super().backward(model, step, parts)
+
+
+class LosesStatesToo(CannotTrainOn):
+    def load(self, model, optimizer, folder):
+        super().load(model, optimizer, folder)
+        optimizer.state.clear()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [(CannotTrainOn(), "None"), (LosesStatesToo(), "step 1: the loaded optimizer's state")],
+    ids=["right", "wrong"],
+)
+def test_what_is_loaded_is_compared_where_ranks_cannot_train_on(strategy, said, ranks):
+    options = {"step": m.step, "ranks": ranks, "reload_on": ranks, "vary": False}
+    report = verify(m.build, m.EVEN[:1], parallel=strategy, **options)
+    assert re.match(said, str(report.finding)), str(report)
+    said = "the learning rates after loading: ranks cannot train on with what they have loaded"
+    assert report.finding or said in report.not_covered
+
+
 class CannotEvaluate(strategies.DDP):
     def evaluate(self, model, step, share):
         raise RuntimeError("no evaluation here")

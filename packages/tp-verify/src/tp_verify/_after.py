@@ -99,6 +99,9 @@ def compare_next_rates(comparison: RunComparison, loaded: Sequence[Loaded]) -> F
             comparison.unknown[_NEXT_RATES] = "as many ranks have to load as have saved"
         return None
     for rank, (saved, one) in enumerate(zip(comparison.ranks, loaded, strict=True)):
+        if saved.next_rates and not one.next_rates:
+            comparison.unknown[_NEXT_RATES] = "ranks cannot train on with what they have loaded"
+            return None
         for name, rate in saved.next_rates.items():
             mine = one.next_rates.get(name, rate)
             if math.isclose(mine, rate, rel_tol=1e-6):  # as of rates before each step
