@@ -169,7 +169,7 @@ def main():
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
     half = options.kills // 2
     method, rest = options.start_method, options.kills - half
-    with Results("runner-soak") as results:
+    with Results("runner-soak", is_part=not options.minutes) as results:
         both = [
             soak(results, "numbers", range, check_number, options.items, half, method),
             soak(results, "tensors", tensors, check_tensor, options.tensors, rest, method),
