@@ -1,13 +1,14 @@
 """How a sequence is cut, what in a batch is one, and what is said where it is not clear."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from tp_context import ContextOptions, attention, gather, positions
+from tp_context import ContextOptions, _check, attention, gather, positions
 
-# private: cuts of ranks that need not be started, and what is sliced of a model
+# private: cuts and checks of ranks that need not be started, and what is sliced of a model
 from tp_context._algorithms import _choose
 from tp_context._attention_inputs import Inputs, QueryKeyCuts, Rules
 from tp_context._inputs import _decoder_inputs_of, _has_relative_bias, _numbering_of
@@ -21,6 +22,7 @@ from tp_trainer import Trainer, estimate
 
 from tests.cases import first_fast
 from tests.installed import backend_class
+from tests.live_bytes import resident
 from tests.tp_context.cuts import activate
 
 
@@ -452,3 +454,18 @@ def test_sizes_beside_a_sequence_grow_with_it_where_they_are_a_part_of_it():
     pooled = OtherSizes(frozenset({11}), (21,))  # every second token
     assert pooled.beside(64) == {11, 32}
     assert OtherSizes(frozenset({10}), (21,)).beside(65) == {10, 32, 33}
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="counts memory as Linux does")
+def test_a_check_has_few_of_the_gradients_at_once(monkeypatch):
+    seen = []
+    monkeypatch.setattr(_check, "_sketched", lambda grad, seed: seen.append(grad.shape))
+    model = nn.Sequential(*(nn.Linear(3072, 3072, bias=False) for _ in range(6)))  # 216 MiB
+    for parameter in model.parameters():
+        parameter.data.zero_()  # quicker than drawing them
+    loss = model(torch.ones(1, 3072)).sum()
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    _check._gradients(loss, list(model.named_parameters()))
+    assert resident("VmHWM") - before < 108 << 20
+    assert len(seen) == 6

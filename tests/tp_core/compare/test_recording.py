@@ -63,6 +63,23 @@ def test_inputs_are_recorded_as_modules_begin():
     assert torch.equal(recording.inputs["1", 0, "0"].tensor, recording.outputs["0", 0, ""].tensor)
 
 
+class AddsInPlace(nn.Module):
+    def forward(self, x):
+        return x.add_(1.0)
+
+
+def test_a_tensor_that_several_modules_hand_on_is_copied_once_unless_it_is_written():
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 3)), nn.Identity(), AddsInPlace())
+    with torch.no_grad(), Recording(model, inputs=True) as recording:
+        model(torch.ones(1, 2))
+    linear, *others = [recording.outputs[TensorPlace(name, 0, "")].tensor for name in ("0.0", "0", "1")]
+    assert all(other is linear for other in others)
+    assert recording.inputs[TensorPlace("2", 0, "0")].tensor is linear
+    written = recording.outputs[TensorPlace("2", 0, "")].tensor
+    assert torch.equal(written, linear + 1.0)
+    assert recording.outputs[TensorPlace("", 0, "")].tensor is written
+
+
 def test_names_can_be_changed_and_left_out():
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
     names = {"": None, "0": "first", "1": None}

@@ -441,8 +441,7 @@ def _run(
             values = {"loss": output}
         loss = values.get("loss")
         if gradients and isinstance(loss, Tensor) and loss.requires_grad:
-            for (name, _), grad in zip(trained, _gradients(loss, [p for _, p in trained]), strict=True):
-                sketches[name] = _sketched(grad, len(sketches))
+            sketches = _gradients(loss, trained)
     returned: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, Tensor) and value.numel() == 1:
@@ -559,18 +558,36 @@ def _sketched(grad: Tensor | None, seed: int) -> _Sketch:
     return _Sketch(sums, tuple(coarse) if bool(sums.any()) else ())
 
 
-def _gradients(loss: Tensor, parameters: list[nn.Parameter]) -> list[Tensor | None]:
-    """Return the gradients of a loss; of shards their parts on this rank, averaged over all ranks.
+def _gradients(loss: Tensor, parameters: list[tuple[str, nn.Parameter]]) -> dict[str, _Sketch]:
+    """Return sketches of a loss's gradients; of shards their parts on this rank, averaged over all ranks.
 
     Collective: for shards those of their backward pass.
     """
-    if not any(map(_is_shard, parameters)):
-        return list(torch.autograd.grad(loss, parameters, allow_unused=True))
-    for parameter in parameters:
-        parameter.grad = None
-    loss.backward()  # torch.autograd.grad would reach gathered copies alone
-    grads = [parameter.grad for parameter in parameters]
-    return [g.to_local() if g is not None and hasattr(g, "to_local") else g for g in grads]
+    if any(_is_shard(parameter) for _, parameter in parameters):
+        for _, parameter in parameters:
+            parameter.grad = None
+        loss.backward()  # torch.autograd.grad would reach gathered copies alone
+        grads = [parameter.grad for _, parameter in parameters]
+        local = [g.to_local() if g is not None and hasattr(g, "to_local") else g for g in grads]
+        return {name: _sketched(g, i) for i, ((name, _), g) in enumerate(zip(parameters, local, strict=True))}
+    found: dict[str, _Sketch] = {}
+
+    def sketch(grad: Tensor, name: str, seed: int) -> Tensor | None:
+        found[name] = _sketched(grad, seed)
+        if grad.layout is not torch.strided:
+            return None
+        return grad.new_zeros(()).expand_as(grad)  # in its place: all together are as large as the model
+
+    handles = [
+        parameter.register_hook(partial(sketch, name=name, seed=seed))
+        for seed, (name, parameter) in enumerate(parameters)
+    ]
+    try:
+        torch.autograd.grad(loss, [parameter for _, parameter in parameters], allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: found[name] if name in found else _sketched(None, 0) for name, _ in parameters}
 
 
 def _is_shard(parameter: Tensor) -> bool:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Self
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +84,7 @@ class Recording:
         self._records_inputs = inputs
         self._calls: dict[str, int] = {}
         self._handles: list[Any] = []
+        self._copies: dict[int, tuple[ref[Tensor], int, LocalTensor]] = {}  # by the tensors' ids
         # Replicas share a module's hooks, and simulated ranks are threads.
         self._thread = threading.get_ident()
         self._was_training = False
@@ -106,6 +108,19 @@ class Recording:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
+
+    def _copied(self, tensor: Tensor) -> LocalTensor:
+        """Return a copy of a tensor: the one that there is of it, if nothing was written since.
+
+        What a module returns, the one around it returns too, and the next one takes: logits are large.
+        """
+        if type(tensor) is not Tensor or tensor.is_inference():  # which counts no writes
+            return local_tensor(tensor)
+        known, version, copy = self._copies.get(id(tensor), (None, 0, None))
+        if copy is None or known is None or known() is not tensor or version != tensor._version:
+            copy = local_tensor(tensor)
+            self._copies[id(tensor)] = ref(tensor), tensor._version, copy
+        return copy
 
     def _before(self, name: str) -> Any:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -134,7 +149,7 @@ class Recording:
                 call = self._calls.get(name, 0)
                 for place, tensor in [*named_tensors(args), *named_tensors(kwargs)]:
                     if _has_values(tensor):
-                        self.inputs[TensorPlace(name, call, place)] = local_tensor(tensor)
+                        self.inputs[TensorPlace(name, call, place)] = self._copied(tensor)
 
         return hook
 
@@ -148,7 +163,7 @@ class Recording:
                 if not tensor.is_floating_point() or not _has_values(tensor):
                     continue
                 where = TensorPlace(name, call, place)
-                self.outputs[where] = local_tensor(tensor)
+                self.outputs[where] = self._copied(tensor)
                 if self._watches_gradients and tensor.requires_grad:
                     self._watch(tensor, where, "output")
 
