@@ -91,6 +91,7 @@ nitpick_ignore = [
     # What arguments are whose values only other packages of ours make.
     ("py:class", "Console"),  # rich's
     ("py:class", "DTensor"),
+    ("py:class", "MapStyle"),
     ("py:class", "types.ModuleType"),
     ("py:class", "tp_core._trees.Container"),
     ("py:class", "tp_core._trees.PerType"),

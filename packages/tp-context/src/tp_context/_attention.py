@@ -57,8 +57,11 @@ def attention(
         return _attention(query, key, value, Masking(attn_mask, dropout_p, is_causal), scale, enable_gqa)
     except (RuntimeError, TypeError, IndexError, AttributeError) as error:
         # Only now: a model calls it for each layer, and torch checks most of it, in words of its own.
+        # A slice's queries have a mask of all keys, and an error there may be of the check that runs it.
+        if isinstance(error, StepError) or split_states.current.cuts is not None:
+            raise
         problem = misfit(query, key, value, Masking(attn_mask, dropout_p, is_causal), enable_gqa)
-        if problem is None or isinstance(error, StepError):
+        if problem is None:
             raise
         raise StepError(problem) from error
 

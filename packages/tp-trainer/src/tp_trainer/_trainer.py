@@ -877,10 +877,12 @@ class Trainer:
                 warn_no_gradients(parameters, owner="any prepared model")
         current = contexts.current
         if shares is not None and self._reduces and not current.compares_ranks:
-            from tp_trainer._running._drift import note_reduction
-
             self._reductions += 1
-            note_reduction(preparation, self._reductions)
+            # The first one, and those after which ranks are compared.
+            if not self._reductions & (self._reductions - 1) or self._reductions % 1024 == 0:
+                from tp_trainer._running._drift import note_reduction
+
+                note_reduction(preparation, self._reductions)
         if current.unused is not None:
             current.unused.note_backward()
         if current.step_events is not None:

@@ -43,7 +43,8 @@ class ReductionWatch:
         self._parameter_ids: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
         self._prepared: WeakSet[Optimizer] = WeakSet()
         self._steps = self._passes = 0
-        self._passes_at_step: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # at its last one
+        # At the last step of each prepared optimizer, by its id for as long as it lives.
+        self._passes_at_step: dict[int, int] = {}
         self._warns_of_passes = True
         # The parameter lists of each optimizer that passed the check, by the optimizer's id.
         self._fine: dict[int, tuple[ref[Optimizer], list[tuple[int, int]]]] = {}
@@ -80,6 +81,9 @@ class ReductionWatch:
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         self._prepared.add(optimizer)
+        if id(optimizer) not in self._passes_at_step:
+            self._passes_at_step[id(optimizer)] = 0
+            finalize(optimizer, self._passes_at_step.pop, id(optimizer), None)
 
     def close(self) -> None:
         _open.discard(self)
@@ -119,8 +123,11 @@ class ReductionWatch:
         self._steps += 1
         if not self._steps & (self._steps - 1):  # 1, 2, 4, 8, ...: callbacks put on hooks, too
             self._warn_of_hooks()
-        if self._models and optimizer in self._prepared:
-            self._warn_of_other_passes(optimizer)
+        passes = self._passes_at_step.get(id(optimizer))
+        if passes is not None and self._models:
+            if passes == self._passes and self._warns_of_passes and self._ranks > 1:
+                self._warn_of_other_passes(optimizer)
+            self._passes_at_step[id(optimizer)] = self._passes
         lists = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
         optimizer_ref, fine = self._fine.get(id(optimizer), (None, None))
         is_fine = optimizer_ref is not None and optimizer_ref() is optimizer and fine == lists
@@ -132,10 +139,6 @@ class ReductionWatch:
 
     def _warn_of_other_passes(self, optimizer: Optimizer) -> None:
         """Warn, once, of a step whose gradients come from no backward pass of the session."""
-        has_none = self._passes == self._passes_at_step.get(optimizer, 0)
-        self._passes_at_step[optimizer] = self._passes
-        if not has_none or not self._warns_of_passes or self._ranks == 1:
-            return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if any(p.grad is not None and bool(p.grad.norm()) for p in parameters):
             self._warns_of_passes = False

@@ -202,7 +202,7 @@ class DriftWatch:
 def note_reduction(preparation: Preparation, number: int) -> None:
     """Compare what ranks hold in common after some backward passes of a loop of the user's own.
 
-    That is after 2, 4, 8, ..., as most faults of a program show early, and after each 1,024.
+    It is called after 1, 2, 4, 8, ... passes, as most faults of a program show early, and after each 1,024.
 
     Args:
         preparation: As for `compare_prepared`.
@@ -211,11 +211,11 @@ def note_reduction(preparation: Preparation, number: int) -> None:
     Raises:
         DisagreementError: Settings of an optimizer differ.
 
-    Collectives: now and then as in `Session.gather_objects`, on several ranks.
+    Collectives: but after the first as in `Session.gather_objects`, on several ranks.
     """
     if number == 1:
         _watch(preparation)  # what is written from now on is looked at
-    elif number & (number - 1) == 0 or number % 1024 == 0:
+    else:
         compare_prepared(preparation, when=f"after {number} backward passes")
 
 
