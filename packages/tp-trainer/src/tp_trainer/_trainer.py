@@ -816,7 +816,7 @@ class Trainer:
 
         Collectives: as in `Session.backward`; before it an all-reduce of one number, if there is a weight and
         no total. Outside of :meth:`loop` and :meth:`no_sync` the ranks compare settings of optimizers and
-        sums of parameters after 2, 4, 8, ... passes and each 1,024: as in `Session.gather_objects`.
+        sums of parameters after 2, 4, 8 and 16 passes and each 1,024: as in `Session.gather_objects`.
         """
         contexts = self._contexts
         is_plain = weight is None and batch is None and not retain_graph and not create_graph
@@ -878,8 +878,7 @@ class Trainer:
         current = contexts.current
         if shares is not None and self._reduces and not current.compares_ranks:
             self._reductions += 1
-            # The first one, and those after which ranks are compared.
-            if not self._reductions & (self._reductions - 1) or self._reductions % 1024 == 0:
+            if self._reductions in (1, 2, 4, 8, 16) or self._reductions % 1024 == 0:
                 from tp_trainer._running._drift import note_reduction
 
                 note_reduction(preparation, self._reductions)

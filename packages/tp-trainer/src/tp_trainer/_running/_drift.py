@@ -202,7 +202,7 @@ class DriftWatch:
 def note_reduction(preparation: Preparation, number: int) -> None:
     """Compare what ranks hold in common after some backward passes of a loop of the user's own.
 
-    It is called after 1, 2, 4, 8, ... passes, as most faults of a program show early, and after each 1,024.
+    It is called after 1, 2, 4, 8 and 16 passes, as most faults of a program show early, and after each 1,024.
 
     Args:
         preparation: As for `compare_prepared`.
