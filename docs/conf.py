@@ -92,6 +92,8 @@ nitpick_ignore = [
     ("py:class", "Console"),  # rich's
     ("py:class", "DTensor"),
     ("py:class", "MapStyle"),
+    ("py:class", "RunnerPool"),
+    ("py:class", "T"),
     ("py:class", "types.ModuleType"),
     ("py:class", "tp_core._trees.Container"),
     ("py:class", "tp_core._trees.PerType"),

@@ -228,12 +228,11 @@ class Trainer:
             compile_options=compile_options,
             make_trial=make_trial,
         )
-        # Of a custom loop: what runs its steps, whether it has run a backward pass, how many passes have
-        # reduced gradients over ranks, and whether the next one does.
+        # Of a custom loop: what runs its steps, whether it has run a backward pass, and whether the next one
+        # reduces gradients over ranks.
         self._run_step: RunStep | None = None
         self._step_state: StepStateWatch | None = None
         self._has_run_backward = False
-        self._reductions = 0
         self._reduces = True
         if seed is not None:
             seed_everything(seed)
@@ -877,11 +876,11 @@ class Trainer:
                 warn_no_gradients(parameters, owner="any prepared model")
         current = contexts.current
         if shares is not None and self._reduces and not current.compares_ranks:
-            self._reductions += 1
-            if self._reductions in (1, 2, 4, 8, 16) or self._reductions % 1024 == 0:
+            contexts.reductions = number = contexts.reductions + 1
+            if number in (1, 2, 4, 8, 16) or number % 1024 == 0:
                 from tp_trainer._running._drift import note_reduction
 
-                note_reduction(preparation, self._reductions)
+                note_reduction(preparation, number)
         if current.unused is not None:
             current.unused.note_backward()
         if current.step_events is not None:

@@ -39,11 +39,13 @@ class RunContexts:
     Attributes:
         current: The context of the innermost loop.
         is_plain: Whether a backward pass has shown that the next ones in this context need torch's own alone.
+        reductions: How many backward passes outside of loops have reduced gradients over ranks.
     """
 
     def __init__(self) -> None:
         self.current = RunContext()
         self.is_plain = False
+        self.reductions = 0
 
     @contextmanager
     def within(self, **changes: Any) -> Iterator[None]:
