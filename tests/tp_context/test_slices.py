@@ -389,7 +389,10 @@ def test_a_bias_is_sliced_where_it_is_one_of_queries_and_keys():
         def compute_bias(self, block_length):
             return torch.zeros(1, 1, 4, block_length, 3 * block_length)
 
+    replaced = Attention()
+    replaced.compute_bias = OfKeys().compute_bias
     assert _has_relative_bias(OfKeys())
+    assert _has_relative_bias(replaced)
     assert not _has_relative_bias(OfBlocks())
 
 

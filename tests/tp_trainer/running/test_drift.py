@@ -171,9 +171,9 @@ def test_the_first_parameter_that_ranks_change_by_themselves_is_named_once(two_r
     assert others == [[]] * len(found)
 
 
-def own_loop(folder, kind):
+def own_loop(folder, kind, backend="ddp"):
     """Train in a loop of its own, in which rank 0 alone does something, and evaluate or save after it."""
-    with Trainer(seed=0, devices="cpu", backend="ddp", progress=False) as trainer:
+    with Trainer(seed=0, devices="cpu", backend=backend, progress=False) as trainer:
         model = Memory() if kind == "queue" else make_model()
         rate = 0.2 if kind == "rate" and trainer.is_main else 0.1
         optimizer = torch.optim.SGD(model.parameters(), lr=rate)
@@ -208,6 +208,9 @@ def all_own_loops(folder):
         with pytest.raises(DisagreementError) as caught:
             own_loop(folder, kind)
         found[kind] = str(caught.value)
+    found["of shards"] = lines_of(own_loop, folder, "equal", "fsdp")
+    with pytest.raises(DisagreementError, match=r"rank 0 has 0\.2"):
+        own_loop(folder, "rate", "fsdp")
     return found
 
 
@@ -221,7 +224,7 @@ def test_ranks_that_part_in_a_loop_of_its_own_are_named_where_all_of_them_meet(t
         "the setting 'lr' of parameter group 0 of the optimizer 'optimizer': rank 0 has 0.2" in found["rate"]
     )
     assert "rank 0 has 0.01, rank 1 has 0.1; their parameters would part" in found["later rate"]
-    for kind in ("equal", "accumulated", "save", "export"):
+    for kind in ("equal", "accumulated", "of shards", "save", "export"):
         assert found.pop(kind) == []
     assert {kind: others[kind] for kind in found} == found  # an error is one of all ranks
 

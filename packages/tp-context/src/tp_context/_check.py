@@ -563,31 +563,34 @@ def _gradients(loss: Tensor, parameters: list[tuple[str, nn.Parameter]]) -> dict
 
     Collective: for shards those of their backward pass.
     """
+    sketches: dict[str, _Sketch] = {}
+    seeds = {name: seed for seed, (name, _) in enumerate(parameters)}
     if any(_is_shard(parameter) for _, parameter in parameters):
         for _, parameter in parameters:
             parameter.grad = None
         loss.backward()  # torch.autograd.grad would reach gathered copies alone
-        grads = [parameter.grad for _, parameter in parameters]
-        local = [g.to_local() if g is not None and hasattr(g, "to_local") else g for g in grads]
-        return {name: _sketched(g, i) for i, ((name, _), g) in enumerate(zip(parameters, local, strict=True))}
-    found: dict[str, _Sketch] = {}
+        for name, parameter in parameters:
+            grad = parameter.grad
+            if grad is not None and hasattr(grad, "to_local"):
+                grad = grad.to_local()
+            sketches[name] = _sketched(grad, seeds[name])
+        return sketches
 
-    def sketch(grad: Tensor, name: str, seed: int) -> Tensor | None:
-        found[name] = _sketched(grad, seed)
+    def sketch(grad: Tensor, name: str) -> Tensor | None:
+        sketches[name] = _sketched(grad, seeds[name])
         if grad.layout is not torch.strided:
             return None
         return grad.new_zeros(()).expand_as(grad)  # in its place: all together are as large as the model
 
-    handles = [
-        parameter.register_hook(partial(sketch, name=name, seed=seed))
-        for seed, (name, parameter) in enumerate(parameters)
-    ]
+    handles = [parameter.register_hook(partial(sketch, name=name)) for name, parameter in parameters]
     try:
         torch.autograd.grad(loss, [parameter for _, parameter in parameters], allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()
-    return {name: found[name] if name in found else _sketched(None, 0) for name, _ in parameters}
+    for name in seeds.keys() - sketches:
+        sketches[name] = _sketched(None, 0)
+    return {name: sketches[name] for name in seeds}  # in the model's order, not the backward pass's
 
 
 def _is_shard(parameter: Tensor) -> bool:

@@ -352,8 +352,10 @@ def _has_relative_bias(module: nn.Module) -> bool:
 
     Others have the name with other arguments: LongT5's local attention, which has a bias of blocks.
     """
-    # Asked of the class first: a module looks slowly for what it has not, and each is asked twice in a step.
-    if not hasattr(type(module), "compute_bias") or not hasattr(module, "relative_attention_bias"):
+    # Not by hasattr: a module looks slowly for what it has not, and each is asked twice in a step.
+    if not hasattr(type(module), "compute_bias") and "compute_bias" not in vars(module):
+        return False
+    if not hasattr(module, "relative_attention_bias"):
         return False
     return _takes(module.compute_bias, "query_length", "key_length")
 

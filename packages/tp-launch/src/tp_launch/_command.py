@@ -109,7 +109,7 @@ def launch(
     raise typer.Exit(outcome.status)
 
 
-class _Command(TyperCommand):
+class _LaunchCommand(TyperCommand):
     """A command that says, at an unknown option, where a script's own options stand."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -126,5 +126,5 @@ def launch_app() -> typer.Typer:
     """Return ``tp launch`` as a separate application."""
     app = typer.Typer(add_completion=False)
     # Parsing ends at the first positional argument: the rest, options included, belongs to the script.
-    app.command(cls=_Command, context_settings={"allow_interspersed_args": False})(launch)
+    app.command(cls=_LaunchCommand, context_settings={"allow_interspersed_args": False})(launch)
     return app

@@ -81,7 +81,7 @@ class FleetEngine(Engine):
         settings = settings._replace(entropy=int.from_bytes(os.urandom(8)))
         fleet = self.make_fleet(program, devices, settings)
         try:
-            # Not before: processes may have begun to start, and do so meanwhile.
+            # Only now: processes may be starting by now, and go on while this is imported.
             from tp_runner._scheduling._pool import RunnerPool
 
             return RunnerPool(fleet, settings, wait=wait)

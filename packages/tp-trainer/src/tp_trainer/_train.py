@@ -164,7 +164,7 @@ def _launch_options() -> dict[str, inspect.Parameter]:
     return {name: p for name, p in options.items() if name not in ("module", "nproc_per_node")}
 
 
-class _Command(TyperCommand):
+class _TrainCommand(TyperCommand):
     """A command that says, at an unknown option, where the values of the function stand."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -190,7 +190,7 @@ def train_app() -> typer.Typer:
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     # Parsing ends at the function: the rest, options included, belongs to it.
-    app.command(cls=_Command, context_settings={"allow_interspersed_args": False})(command)
+    app.command(cls=_TrainCommand, context_settings={"allow_interspersed_args": False})(command)
     return app
 
 

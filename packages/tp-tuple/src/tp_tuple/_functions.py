@@ -180,7 +180,9 @@ def _of_each(items: Sequence[Any], look_up: Callable[[Any], Any], what: str) -> 
         try:
             found.append(look_up(item))
         except (AttributeError, LookupError, TypeError) as error:
-            size = f" of {len(item)}" if isinstance(item, Sized) else ""
+            size = ""
+            if isinstance(item, Sized):
+                size = f" of {len(item)}"
             error.add_note(
                 f"tuplewise() asks each of its {len(items)} items for {what}, and number {len(found)}, a "
                 f"{type(item).__name__}{size}, has none; give items that all have it"

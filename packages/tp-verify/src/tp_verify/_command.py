@@ -26,7 +26,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _TYPES = ("float64", "float32", "bfloat16")
 
 
-class _Command(TyperCommand):
+class _VerifyCommand(TyperCommand):
     """A command that says, at an unknown option, where a script's own options stand."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -39,7 +39,7 @@ class _Command(TyperCommand):
             raise
 
 
-@app.command("verify", cls=_Command)
+@app.command("verify", cls=_VerifyCommand)
 def verify_command(
     program: Annotated[
         str | None, typer.Argument(help="file.py:function, or a script of tp; without it a small model.")

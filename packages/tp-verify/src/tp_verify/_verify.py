@@ -284,7 +284,7 @@ def _last(runs: _Runs, kind: str) -> dict[str, Tensor]:
 
 
 _UPDATED = ("the change of the weight", "the optimizer's state")
-_EVALUATING = ", in evaluate\n"  # of a traceback of Strategy.evaluate
+_EVALUATING = ", in _evaluate_batches\n"  # of a traceback; ranks send no more of an error than its text
 _UNKNOWN = "batches of its own: the plain model takes none of those that are made from your first one"
 
 

@@ -116,10 +116,12 @@ class Recording:
         """
         if type(tensor) is not Tensor or tensor.is_inference():  # which counts no writes
             return local_tensor(tensor)
-        known, version, copy = self._copies.get(id(tensor), (None, 0, None))
-        if copy is None or known is None or known() is not tensor or version != tensor._version:
-            copy = local_tensor(tensor)
-            self._copies[id(tensor)] = ref(tensor), tensor._version, copy
+        if id(tensor) in self._copies:
+            known, version, copy = self._copies[id(tensor)]
+            if known() is tensor and version == tensor._version:
+                return copy
+        copy = local_tensor(tensor)
+        self._copies[id(tensor)] = ref(tensor), tensor._version, copy
         return copy
 
     def _before(self, name: str) -> Any:

@@ -41,9 +41,9 @@ class ReductionWatch:
         # The ids of parameters with averaged gradients, while their modules live: later objects may have
         # the same ids. Weak references to parameters would keep torch from converting them in place.
         self._parameter_ids: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
-        self._prepared: WeakSet[Optimizer] = WeakSet()
         self._steps = self._passes = 0
-        # At the last step of each prepared optimizer, by its id for as long as it lives.
+        # Of each prepared optimizer the passes at its last step, by its id for as long as it lives: this is
+        # read in every step.
         self._passes_at_step: dict[int, int] = {}
         self._warns_of_passes = True
         # The parameter lists of each optimizer that passed the check, by the optimizer's id.
@@ -80,7 +80,6 @@ class ReductionWatch:
         finalize(self, self._handle.remove)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        self._prepared.add(optimizer)
         if id(optimizer) not in self._passes_at_step:
             self._passes_at_step[id(optimizer)] = 0
             finalize(optimizer, self._passes_at_step.pop, id(optimizer), None)
@@ -144,9 +143,10 @@ class ReductionWatch:
             self._warns_of_passes = False
             log.warning(
                 "there was no trainer.backward() before this step of %s: on several ranks loss.backward() "
-                "weighs the share of each rank alike, however many rows it has, and torch.autograd.grad() "
-                "averages nothing, so that ranks drift apart; write trainer.backward(loss). Gradients that "
-                "the program itself makes equal on all ranks are right",
+                "gives each rank's share of a batch the same weight, whatever its number of rows, and "
+                "torch.autograd.grad() averages nothing, so that ranks drift apart; write "
+                "trainer.backward(loss). Gradients that the program itself makes equal on all ranks are "
+                "right",
                 type(optimizer).__name__,
             )
 
@@ -178,7 +178,8 @@ class ReductionWatch:
         foreign = [p for p in parameters if not any(watch._knows(p) for watch in _open)]
         if not foreign:
             return True
-        if len(foreign) == len(parameters) and not any(optimizer in watch._prepared for watch in _open):
+        is_prepared = any(id(optimizer) in watch._passes_at_step for watch in _open)
+        if len(foreign) == len(parameters) and not is_prepared:
             if self is not min(_open, key=id):
                 return True  # one watch warns for all
             log.warning(

@@ -75,7 +75,9 @@ class DriftWatch:
         is_shared = session.job.averages_gradients and session.world_size > 1
         self._models = models if is_shared else {}
         self._warns = True
-        self._versions = {} if first_versions is None else first_versions
+        if first_versions is None:
+            first_versions = {}
+        self._versions = first_versions
         self._buffers: set[str] = set()  # the names of those that are compared
         for model_name, model in self._models.items():
             plain = session.unwrap(model)
@@ -241,7 +243,9 @@ def compare_prepared(preparation: Preparation, *, when: str) -> None:
 
 
 def _watch(preparation: Preparation) -> DriftWatch:
-    models = preparation.named_models() if preparation.warns_of_drift else {}
+    models = {}
+    if preparation.warns_of_drift:
+        models = preparation.named_models()
     return DriftWatch(preparation.session, models, preparation.first_versions)
 
 
